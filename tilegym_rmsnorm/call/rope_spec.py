@@ -66,5 +66,5 @@ class RopeWanted(NamedTuple):
     dk_weight: torch.dtype | None = None
 
     @property
-    def sum_alone(self) -> None:
-        """None: a backend is asked, see `Wanted.sum_alone`."""
+    def why_no_backend(self) -> None:
+        """None: a backend is asked, see `Wanted.why_no_backend`."""

@@ -93,7 +93,7 @@ class Wanted(NamedTuple):
     db: torch.dtype | None = None
 
     @property
-    def sum_alone(self) -> str | None:
+    def why_no_backend(self) -> str | None:
         """Reason why no backend is asked for these gradients; None where one is."""
         return "db alone is a sum" if self.dx is None else None
 

@@ -92,7 +92,7 @@ def route_of(
     if is_by_autograd and (reason := why_create_graph() or why_transformed(*tensors)) is not None:
         return Route(OPERATIONS, Call(spec, "torch"), reason)
     in_graph = _backend_of_graph(backend)
-    if wanted is not None and (reason := wanted.sum_alone) is not None:
+    if wanted is not None and (reason := wanted.why_no_backend) is not None:
         is_op = watched.is_traced() and in_graph != "torch"
         return Route(OP if is_op else OPERATIONS, Call(spec, in_graph), reason)
     if not is_known(spec.n, 0) and not watched.is_symbol(spec.eps):

@@ -3,7 +3,7 @@
 
 """Define library ops, `torch.ops.tilegym_rmsnorm`, which represent a forward or a backward in graphs.
 
-A `LibraryOp` says what an op is of itself. `define` does the rest, alike for all ops: known calls first, the backend
+A `LibraryOp` describes an op. `define` does the rest, in one way for all ops: known calls first, the backend
 that is in effect when the op runs, fake tensors, gradients, vmap, tracers, shards.
 
 The kernel is chosen when an op runs, not when a graph is made: a graph may serve any number of rows. All arguments are
@@ -45,45 +45,46 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 _RULES: dict[Any, Callable[..., Any]] = {}  # the sharding rules of each op
 
 
-class Asked(NamedTuple):
-    """A call of an op, checked."""
+class CheckedCall(NamedTuple):
+    """A call of an op whose arguments passed all checks."""
 
     checked: Checked
     backend: str | None
     wanted: Any = None  # which gradients; None for a forward
-    own: Any = None  # what the op's own functions need besides
+    own: Any = None  # what the op's own functions need besides, as its `check` says
 
 
 @dataclass(frozen=True)
 class LibraryOp:
-    """What a library op is of itself. Its functions get the op's arguments one by one, or what `check` made of them."""
+    """Describe one library op: its arguments, how it runs, and what graphs and autograd need of it."""
 
     name: str
     schema: str
     count: int  # of the tensors, which are the first arguments
-    ordered: Callable[[Tensors], Tensors]  # tensors in the order in which a backend takes them
+    for_backend: Callable[[Tensors], Tensors]  # selects them in the order in which a backend takes them
+    check: Callable[..., CheckedCall]  # takes all arguments
     known: KnownCalls
-    known_call: Callable[[Tensors, Options], Any]  # of ordered tensors; None where a call cannot be known
-    check: Callable[..., Asked]
-    run: Callable[[Asked, Call], Any]
+    known_call: Callable[
+        [Tensors, Options], Any
+    ]  # takes tensors for a backend; None: such a call cannot be known
+    run: Callable[[CheckedCall, Call], Any]
     bind: Callable[
-        [Tensors, Call, Asked], Callable[[Tensors], Any]
-    ]  # `run` for tensors with the metadata of these
-    for_fakes: Callable[[Asked], Any]  # results that have shapes and dtypes alone
-    by_operations: Callable[[Asked], Any]  # PyTorch's operations, which can be differentiated
-    rules: Callable[
-        ..., list[tuple[list[Any], list[Any]]]
-    ]  # placements of results and arguments on a mesh's dimension
-    # Results of a call for which no backend is asked; None: a backend is.
-    without_backend: Callable[[Asked], Any] = lambda asked: None
+        [Tensors, Call, CheckedCall], Any
+    ]  # a function like `run` for tensors with the metadata of these
+    for_fakes: Callable[[CheckedCall], Any]  # results that have shapes and dtypes alone
+    by_operations: Callable[[CheckedCall], Any]  # PyTorch's operations, which can be differentiated
+    rules: Callable[..., Any]  # placements of results and arguments on one dimension of a mesh
+    # The results of a call for which no backend is asked; None: a backend is.
+    without_backend: Callable[[CheckedCall], Any] = lambda _: None
     record: Callable[..., Any] | None = (
-        None  # runs the op so that autograd differentiates it; None: by operations
+        None  # runs the op as autograd differentiates it; None: `by_operations` does
     )
     map: Callable[..., Any] | None = None  # for vmap; None: `one_by_one`
 
 
 def define(op: LibraryOp) -> Any:
     """Define a library op. Return its overload, which callers call."""
+    assert not _register_rules.cache_info().currsize, "DTensor's engine would not know the op"
     library.define(op.name + op.schema)
     overload = getattr(torch.ops.tilegym_rmsnorm, op.name).default
     run_known = functools.partial(_run_known, op)
@@ -121,7 +122,7 @@ def _find_known_first(overload: Any, run_known: Callable[..., Any]) -> None:
 
 def _run_known(op: LibraryOp, *arguments: Any) -> Any:
     """Run an op like an earlier call, without checks; None: none was like it."""
-    tensors = op.ordered(arguments)
+    tensors = op.for_backend(arguments)
     run = op.known.find(op.known_call(tensors, arguments[op.count :]))
     return None if run is None else run(tensors)
 
@@ -135,7 +136,7 @@ def _run(op: LibraryOp, run_known: Callable[..., Any], *arguments: Any) -> Any:
     if (results := op.without_backend(asked)) is not None:
         return results
     call = choose.call_of_op(asked.checked, asked.backend, asked.wanted)
-    results, tensors = op.run(asked, call), op.ordered(arguments)
+    results, tensors = op.run(asked, call), op.for_backend(arguments)
     function = call.forward if asked.wanted is None else call.backward
     if known_calls.may_remember(tensors, asked.checked.tensors, function):
         known_call = op.known_call(tensors, arguments[op.count :])

@@ -49,7 +49,7 @@ from tilegym_rmsnorm.call.validation import check_weight, checked_dtype, last_di
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.routes import choose, kernels, known_calls, library_op, op_sharding, operations
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
-from tilegym_rmsnorm.routes.library_op import Asked, LibraryOp, Options
+from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options
 from tilegym_rmsnorm.settings import check_backend_name
 
 SCHEMAS = {
@@ -110,19 +110,19 @@ def _known_backward(tensors: BackwardTensors, options: Options) -> Any:
     return known_calls.backward_call(tensors, options[:-1], options[-1])
 
 
-def _check_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Asked:
+def _check_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> CheckedCall:
     """Check the arguments of the forward op. `own` is normalized_dims."""
     dims, *numbers, backend = options
     names = "eps", "offset", "casting", "residual_alpha", "residual_dtype", "out_dtype"
     named = dict(zip(names, numbers, strict=True))
     checked = arguments.checked_forward(x, (), weight, bias, residual, **named, dims=dims)
     check_backend_name(backend)
-    return Asked(checked, backend, own=dims)
+    return CheckedCall(checked, backend, own=dims)
 
 
 def _check_backward(
     dy: Tensor, x: Tensor, weight: Any, rstd: Tensor, d_residual_out: Any, *options: Any
-) -> Asked:
+) -> CheckedCall:
     """Check the arguments of the backward op. `own` is normalized_dims, and whether dx is wanted. Where no dtype is
     given, dw and db have weight's dtype, without a weight x's. dx has a dtype unless db alone is wanted: kernels always
     write it."""
@@ -140,10 +140,10 @@ def _check_backward(
         (dw or of_vectors) if bits & DW and weight is not None else None,
         (db or of_vectors) if bits & DB else None,
     )
-    return Asked(checked, backend, wanted, own=(dims, bool(bits & DX)))
+    return CheckedCall(checked, backend, wanted, own=(dims, bool(bits & DX)))
 
 
-def _run_forward(asked: Asked, call: Call) -> Outputs:
+def _run_forward(asked: CheckedCall, call: Call) -> Outputs:
     y, rstd, residual_out = kernels.forward(asked.checked, call)
     return y, rstd.view(shape_of_rstd(asked.checked.tensors[0], asked.own)), residual_out
 
@@ -161,7 +161,7 @@ def bind_op_forward(
     return run_known
 
 
-def _db_alone(asked: Asked) -> tuple[Tensor | None, ...] | None:
+def _db_alone(asked: CheckedCall) -> tuple[Tensor | None, ...] | None:
     """Compute db where nothing else is wanted: a sum without a kernel, with the bits of an eager backward."""
     if asked.wanted.dx is not None:
         return None
@@ -169,19 +169,19 @@ def _db_alone(asked: Asked) -> tuple[Tensor | None, ...] | None:
     return x.new_empty(0), None, operations.db_by_operations(dy, _shape_of_vectors(asked), asked.wanted), None
 
 
-def _run_backward(asked: Asked, call: Call) -> tuple[Tensor | None, ...]:
+def _run_backward(asked: CheckedCall, call: Call) -> tuple[Tensor | None, ...]:
     return _results_of(asked)(kernels.backward(asked.checked, call, asked.wanted))
 
 
 def _bind_backward(
-    tensors: BackwardTensors, call: Call, asked: Asked
+    tensors: BackwardTensors, call: Call, asked: CheckedCall
 ) -> Callable[[BackwardTensors], tuple[Tensor | None, ...]]:
     run = kernels.bind_backward(kernels.with_flat_rstd(tensors), call, asked.wanted)
     results_of = _results_of(asked)
     return lambda tensors: results_of(run(kernels.with_flat_rstd(tensors)))
 
 
-def _results_of(asked: Asked) -> Callable[[Gradients], tuple[Tensor | None, ...]]:
+def _results_of(asked: CheckedCall) -> Callable[[Gradients], tuple[Tensor | None, ...]]:
     """Return a function that puts the gradients of such a call in the op's order. It holds no tensor."""
     (_, needs_dx), shape, x_dtype = asked.own, _shape_of_vectors(asked), asked.checked.tensors[0].dtype
 
@@ -198,12 +198,12 @@ def _results_of(asked: Asked) -> Callable[[Gradients], tuple[Tensor | None, ...]
     return results_of
 
 
-def _shape_of_vectors(asked: Asked) -> tuple[int, ...]:
+def _shape_of_vectors(asked: CheckedCall) -> tuple[int, ...]:
     weight = asked.checked.tensors[2]
     return asked.checked.shape if weight is None else weight.shape
 
 
-def _outputs_for_fakes(asked: Asked) -> Outputs:
+def _outputs_for_fakes(asked: CheckedCall) -> Outputs:
     x, _, _, residual = asked.checked.tensors
     spec = asked.checked.spec
     residual_out = None if residual is None else x.new_empty(x.shape, dtype=spec.residual_dtype)
@@ -211,14 +211,14 @@ def _outputs_for_fakes(asked: Asked) -> Outputs:
     return x.new_empty(x.shape, dtype=spec.y_dtype or x.dtype), rstd, residual_out
 
 
-def _gradients_for_fakes(asked: Asked) -> tuple[Tensor | None, ...]:
+def _gradients_for_fakes(asked: CheckedCall) -> tuple[Tensor | None, ...]:
     x, wanted, of_vectors = asked.checked.tensors[0], asked.wanted, _shape_of_vectors(asked)
     dx = x.new_empty(x.shape, dtype=wanted.dx) if asked.own[1] else x.new_empty(0)
     others = (of_vectors, wanted.dw), (of_vectors, wanted.db), (x.shape, wanted.d_residual)
     return dx, *(None if dtype is None else x.new_empty(shape, dtype=dtype) for shape, dtype in others)
 
 
-def _outputs_by_operations(asked: Asked) -> Outputs:
+def _outputs_by_operations(asked: CheckedCall) -> Outputs:
     names, tensors, _, spec, _ = asked.checked
     check_memory(**dict(zip(names, tensors, strict=True)))
     y, rstd, residual_out = reference.forward_torch(tensors, spec, asked.own)
@@ -226,7 +226,7 @@ def _outputs_by_operations(asked: Asked) -> Outputs:
     return y.contiguous(), rstd.detach(), residual_out
 
 
-def _gradients_by_operations(asked: Asked) -> tuple[Tensor | None, ...]:
+def _gradients_by_operations(asked: CheckedCall) -> tuple[Tensor | None, ...]:
     """Compute gradients by PyTorch's operations. rstd is differentiated like the other inputs."""
     (dims, needs_dx), tensors = asked.own, asked.checked.tensors
     results = operations.gradients_by_operations(tensors, dims, asked.checked.spec, asked.wanted)
@@ -350,7 +350,7 @@ FORWARD = library_op.define(
         name="rms_norm_forward",
         schema=SCHEMAS["rms_norm_forward"],
         count=4,
-        ordered=itemgetter(0, 2, 3, 1),
+        for_backend=itemgetter(0, 2, 3, 1),
         known=known_calls.FORWARD_OP,
         known_call=_known_forward,
         check=_check_forward,
@@ -370,7 +370,7 @@ BACKWARD = library_op.define(
         name="rms_norm_backward",
         schema=SCHEMAS["rms_norm_backward"],
         count=5,
-        ordered=itemgetter(1, 0, 2, 3, 4),
+        for_backend=itemgetter(1, 0, 2, 3, 4),
         known=known_calls.BACKWARD_OP,
         known_call=_known_backward,
         check=_check_backward,

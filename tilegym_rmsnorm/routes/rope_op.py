@@ -29,7 +29,7 @@ from tilegym_rmsnorm.call.validation import are_equal_in_graph
 from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.routes import choose, known_calls, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
-from tilegym_rmsnorm.routes.library_op import Asked, LibraryOp, Options, Tensors
+from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, Tensors
 from tilegym_rmsnorm.routes.rope_kernels import (
     bind_rope,
     bind_rope_backward,
@@ -84,27 +84,27 @@ def _known_backward(tensors: Tensors, options: Options) -> Any:
     return known_call(tensors, tuple(numbers), backend, wanted) if type(wanted) is int else None
 
 
-def _check_forward(*arguments: Any) -> Asked:
+def _check_forward(*arguments: Any) -> CheckedCall:
     tensors, (*numbers, backend) = arguments[:7], arguments[7:]
     check_backend_name(backend)
-    return Asked(checked_rope(*tensors, **dict(zip(ROPE_OPTIONS, numbers, strict=True))), backend)
+    return CheckedCall(checked_rope(*tensors, **dict(zip(ROPE_OPTIONS, numbers, strict=True))), backend)
 
 
-def _check_backward(*arguments: Any) -> Asked:
+def _check_backward(*arguments: Any) -> CheckedCall:
     tensors, (bits, *numbers, backend) = arguments[:9], arguments[9:]
     check_backend_name(backend)
     checked = checked_rope_backward(*tensors, **dict(zip(ROPE_OPTIONS, numbers, strict=True)))
     if not 0 <= bits <= OF_Q + OF_K:
         raise ValueError(f"wanted: expected 0 to {OF_Q + OF_K}, got {bits}")
-    return Asked(checked, backend, wanted_of(bits, *checked.tensors[4:6]))
+    return CheckedCall(checked, backend, wanted_of(bits, *checked.tensors[4:6]))
 
 
-def _outputs_for_fakes(asked: Asked) -> RopeOutputs:
+def _outputs_for_fakes(asked: CheckedCall) -> RopeOutputs:
     q, k, *_ = asked.checked.tensors
     return q.new_empty(q.shape), None if k is None else k.new_empty(k.shape)
 
 
-def _gradients_for_fakes(asked: Asked) -> RopeGradients:
+def _gradients_for_fakes(asked: CheckedCall) -> RopeGradients:
     _, _, q, k, *weights = asked.checked.tensors[:6]
     of_weights = (
         None if dtype is None else q.new_empty(weight.shape, dtype=dtype)
@@ -213,7 +213,7 @@ FORWARD = library_op.define(
         name=ROPE_OPS[0],
         schema=SCHEMAS[ROPE_OPS[0]],
         count=7,
-        ordered=itemgetter(slice(7)),
+        for_backend=itemgetter(slice(7)),
         known=known_calls.shared(),
         known_call=lambda tensors, options: known_call(tensors, options[:-1], options[-1]),
         check=_check_forward,
@@ -230,7 +230,7 @@ BACKWARD = library_op.define(
         name=ROPE_OPS[1],
         schema=SCHEMAS[ROPE_OPS[1]],
         count=9,
-        ordered=itemgetter(slice(9)),
+        for_backend=itemgetter(slice(9)),
         known=known_calls.shared(),
         known_call=_known_backward,
         check=_check_backward,
