@@ -6,7 +6,9 @@ tileiras needs no GPU, and tensors of device "meta" no memory."""
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
+import io
 import os
 import pickle
 import re
@@ -17,7 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import cuda.tile as ct
 import helpers
@@ -105,15 +107,21 @@ class CompilingMachine:
     """Compiles each launch for `architecture`. Keeps `results`, and the distinct `symbols` of each kernel by its name,
     which hold all that cuda-tile's JIT tells kernels apart by.
 
-    compiles=False: only the symbols. keep: a folder for the cubins, each by its kernel's name.
+    compiles=False: only the symbols. traces: what is not compiled becomes bytecode, by cuTile alone: names and types
+    are checked, in a third of the time. keep: a folder for the cubins, each by its kernel's name.
     """
 
     def __init__(
-        self, architecture: int, compiles: bool = True, sm_count: int = 132, keep: Path | None = None
+        self,
+        architecture: int,
+        compiles: bool = True,
+        sm_count: int = 132,
+        keep: Path | None = None,
+        traces: bool = False,
     ) -> None:
         self.facts = Device(architecture, sm_count, sm_count // 8)
         self.no_array = torch.empty(64, device="meta")
-        self.compiles, self.keep = compiles, keep
+        self.compiles, self.traces, self.keep = compiles, traces, keep
         self.spills = ""  # of the plan that launches now
         self.results: list[Compiled] = []
         self.symbols: dict[str, set[str]] = {}
@@ -128,8 +136,12 @@ class CompilingMachine:
 
         def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
             signature = signature_of(arguments, constants).with_mangled_symbol(name)
-            self.symbols.setdefault(name, set()).add(signature.symbol)
+            symbols = self.symbols.setdefault(name, set())
+            is_new = signature.symbol not in symbols
+            symbols.add(signature.symbol)
             if not self.compiles:
+                if self.traces and is_new:
+                    self._export(function, signature, variant, io.BytesIO(), "tileir_bytecode")
                 return
             key = (self.facts.architecture, function, signature.symbol, variant.warps, variant.occupancy)
             known, cubin = _known(key, lambda: self._compiled(function, signature, variant))
@@ -142,15 +154,31 @@ class CompilingMachine:
     def _compiled(
         self, function: Callable[..., None], signature: KernelSignature, variant: Variant
     ) -> tuple[Compiled, bytes]:
-        kernel = compiled(function, variant.warps, variant.occupancy)
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernel.cubin"
-            export_kernel(
-                kernel, [signature], cubin, gpu_code=f"sm_{self.facts.architecture}", output_format="cubin"
-            )
+            self._export(function, signature, variant, cubin, "cubin")
             registers, stack = resource_usage(cubin)
             lacking = lacking_registers(cubin, registers, variant.warps)
             return Compiled(function.__name__, variant, registers, stack, lacking), cubin.read_bytes()
+
+    def _export(
+        self,
+        function: Callable[..., None],
+        signature: KernelSignature,
+        variant: Variant,
+        output: Path | io.BytesIO,
+        output_format: Literal["cubin", "tileir_bytecode"],
+    ) -> None:
+        kernel, architecture = compiled(function, variant.warps, variant.occupancy), self.facts.architecture
+        was_enabled = gc.isenabled()
+        gc.disable()  # cuTile makes so many objects that looking for garbage took 40 % of its time
+        try:
+            export_kernel(
+                kernel, [signature], output, gpu_code=f"sm_{architecture}", output_format=output_format
+            )
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def assert_sound(machine: CompilingMachine, most_stack: int = 0) -> None:
