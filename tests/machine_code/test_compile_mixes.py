@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: MIT
 
 """Rare mixes of options that take the most registers, compiled by tileiras as the backend's own functions launch them:
-no registers spill, and no warp waits for some. Each mix spilled on some architecture by the rules of usual calls."""
+no registers spill, and no warp waits for some. By the rules of usual calls each mix of a norm spilled on Hopper and on
+sm_100, and each step on all three architectures: without --every-config it is compiled for one of those, in turn."""
 
+import helpers
 import pytest
 import rope_cases
 import torch
 import variants
-from helpers import BF16, FP16, FP32
+from helpers import BF16, FP16, FP32, in_turn
 from option_cases import NormCase, run_norm
 from rope_cases import RopeCase
 from variants import Variant
@@ -20,7 +22,8 @@ from tilegym_rmsnorm.backends.cutile import launch, lookup  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward  # noqa: E402
 
 skip_without_compiler()
-pytestmark = pytest.mark.parametrize("architecture", (80, 90, 100))
+
+ARCHITECTURES = (80, 90, 100)
 
 HALVES = {"residual_dtype": FP16, "residual_out_dtype": FP16, "alpha": 0.5, "casting": "llama"}
 NORMS = {
@@ -51,7 +54,9 @@ STEPS = {
 
 
 @pytest.mark.usefixtures("fresh_plans")
-@pytest.mark.parametrize("mix", NORMS)
+@pytest.mark.parametrize(
+    ("mix", "architecture"), in_turn(NORMS, ARCHITECTURES if helpers.every_config else (90, 100), of=2)
+)
 def test_heads_beside_a_residual_spill_nothing(mix, architecture, monkeypatch):
     machine, variant = CompilingMachine(architecture), NORMS[mix]
     monkeypatch.setattr(lookup, "machine_of", lambda device: machine)
@@ -62,7 +67,7 @@ def test_heads_beside_a_residual_spill_nothing(mix, architecture, monkeypatch):
     assert_sound(machine)
 
 
-@pytest.mark.parametrize("mix", STEPS)
+@pytest.mark.parametrize(("mix", "architecture"), in_turn(STEPS, ARCHITECTURES, of=3))
 def test_one_step_of_few_heads_spills_nothing(mix, architecture):
     machine, call = CompilingMachine(architecture), rope_cases.make(STEPS[mix], "meta")
     bind_forward(call.spec, call.tensors, machine)(call.tensors)
