@@ -5,7 +5,6 @@
 widths up to WIDEST and some beyond: one at least of each kernel that serves there. --every-config compiles all of
 Hopper's and of the entries, and a larger sample of the others."""
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -88,14 +87,14 @@ def run_dx(machine, choice, n, dtype, weight_dtype, m=4096):
 RUNS = {"forward": run_forward, "backward": run_backward, "dx": run_dx}
 
 
-# Siblings share their rules with another architecture: without --every-config they compile the backward alone. Of
-# Hopper test_compile_hopper.py then compiles as many kernels, of each size.
+# Siblings share their rules with another architecture: without --every-config they compile one backward. Of Hopper
+# test_compile_hopper.py then compiles as many kernels, of each size. The dtypes take turns: where one is compiled
+# forwards, the other is backwards.
 DTYPES = [BF16, FP32]
 OTHERS = [each for each in ARCHITECTURES if helpers.every_config or each not in (90, *SIBLINGS)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", OTHERS)
+@pytest.mark.parametrize(("architecture", "dtype"), in_turn(OTHERS, DTYPES, of=2))
 def test_forward_choices(architecture, dtype):
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("forward", "large", dtype, architecture):
@@ -103,11 +102,7 @@ def test_forward_choices(architecture, dtype):
     assert_sound(machine)
 
 
-# Of siblings one dtype and the other in turn
-@pytest.mark.parametrize(
-    ("architecture", "dtype"),
-    dict.fromkeys([*itertools.product(OTHERS, DTYPES), *in_turn(SIBLINGS, DTYPES, of=2)]),
-)
+@pytest.mark.parametrize(("architecture", "dtype"), in_turn(OTHERS, DTYPES[::-1], of=2))
 def test_backward_choices(architecture, dtype):
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("backward", "large", dtype, architecture):
@@ -115,8 +110,15 @@ def test_backward_choices(architecture, dtype):
     assert_sound(machine)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", OTHERS)
+@pytest.mark.parametrize(("architecture", "dtype"), [*zip(SIBLINGS, (BF16, FP32, BF16), strict=True)])
+def test_siblings(architecture, dtype):
+    """With --every-config the tests of the others compile theirs too."""
+    machine, n = CompilingMachine(architecture), 4096
+    run_backward(machine, by_rules("backward", n, dtype, architecture=architecture), n, dtype, dtype)
+    assert_sound(machine)
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), in_turn(OTHERS, DTYPES, of=2))
 def test_backward_choices_for_few_rows(architecture, dtype):
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("backward", "few", dtype, architecture):
@@ -127,10 +129,10 @@ def test_backward_choices_for_few_rows(architecture, dtype):
 ODD = [("forward", "large"), ("backward", "large"), ("backward", "few")]
 
 
-@pytest.mark.parametrize(("architecture", "run"), in_turn([80, 90, 100, 120], ODD, of=2), ids=str)
+@pytest.mark.parametrize(("architecture", "run"), in_turn([80, 90, 100, 120], ODD, of=3), ids=str)
 def test_odd_widths(architecture, run):
-    """Bounds checks, and strides that are no multiple of 16 bytes. Without --every-config backwards of many rows on
-    every second architecture, the others on those between."""
+    """Bounds checks, and strides that are no multiple of 16 bytes. Without --every-config one of these calls on each
+    architecture, in turn; test_compile_forms.py has more of Hopper's."""
     (op, size), machine = run, CompilingMachine(architecture)
     for choice, n in widths_of_choices(op, size, BF16, architecture, range(1, WIDEST, 2)):
         RUNS[op](machine, choice, n, BF16, BF16)
@@ -138,11 +140,11 @@ def test_odd_widths(architecture, run):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "op", "dtype"), in_turn([80, 90], ["forward", "backward"], DTYPES, of=2)
+    ("architecture", "op", "dtype"), in_turn([80, 90], ["forward", "backward"], DTYPES, of=3)
 )
 def test_widths_that_are_no_multiple_of_16(architecture, op, dtype):
-    """Rows of these begin at multiples of 16 bytes, and their last tile is cut off at one. Without --every-config one
-    dtype and the other in turn."""
+    """Rows of these begin at multiples of 16 bytes, and their last tile is cut off at one. Without --every-config
+    forwards of bfloat16 before Hopper, and on it backwards of float32."""
     machine, step = CompilingMachine(architecture), 16 // dtype.itemsize
     among = [n for n in range(step, WIDEST, step) if n % 16]
     for choice, n in widths_of_choices(op, "large", dtype, architecture, among):
@@ -162,15 +164,14 @@ ONE_WIDTH_PER_KERNEL = (128, 2048, 5120, 18432, 40000, 65536)
 OF_VARIANTS = (80, 90, 120)  # architectures
 
 
-@pytest.mark.parametrize("architecture", OF_VARIANTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("architecture", "variant"), in_turn(OF_VARIANTS, VARIANTS, of=2))
 def test_variants(architecture, variant):
-    """Each has one width without --every-config, another one on each architecture; each width has two variants."""
+    """Without --every-config two on each architecture, and each of the widths once."""
     machine = CompilingMachine(architecture)
     op = "dx" if VARIANTS[variant]["weight_dtype"] is None else "backward"
-    turn = [*VARIANTS].index(variant) + 2 * OF_VARIANTS.index(architecture)
+    turn = [*VARIANTS].index(variant) // 2 + 2 * OF_VARIANTS.index(architecture)
     widths = ONE_WIDTH_PER_KERNEL
-    for n in widths if helpers.every_config else widths[turn % 6 :: 6]:
+    for n in widths if helpers.every_config else widths[turn::6]:
         run_forward(machine, by_rules("forward", n, architecture=architecture), n, **VARIANTS[variant])
         for size in ("few", "large"):
             choice = by_rules(op, n, size=size, architecture=architecture)
@@ -180,7 +181,7 @@ def test_variants(architecture, variant):
 
 @pytest.mark.parametrize("architecture", OF_VARIANTS)
 def test_frozen_weight_and_one_partial_row_per_row(architecture):
-    """Every third width, others on each architecture, without --every-config."""
+    """Without --every-config every third width, others on each architecture, dx of few rows and of many in turn."""
     machine = CompilingMachine(architecture)
 
     def run_own_partials(n, dtype):
@@ -190,13 +191,13 @@ def test_frozen_weight_and_one_partial_row_per_row(architecture):
 
     widths, turn = ONE_WIDTH_PER_KERNEL, OF_VARIANTS.index(architecture)
     for n in widths if helpers.every_config else widths[turn::3]:
-        for size in ("large", "few"):
+        for size in ("large", "few") if helpers.every_config else (("large", "few")[widths.index(n) > 2],):
             run_dx(machine, by_rules("dx", n, size=size, architecture=architecture), n, BF16, BF16)
         run_own_partials(n, BF16)
     # Tiles by Hopper's rules: rows of two, with their warps.
     for n in (2048, 5120, 6144) if architecture == 90 else ():
         run_own_partials(n, FP32)
-    for n in (33000, 33001):
+    for n in (33000, 33001) if helpers.every_config else (33000 + turn % 2,):
         run_dx(machine, by_rules("dx", n, architecture=architecture), n, BF16, None)
     run_dx(machine, by_rules("dx", 40000, FP32, architecture=architecture), 40000, FP32, FP32)
     assert_sound(machine)
