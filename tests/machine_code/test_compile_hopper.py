@@ -40,18 +40,16 @@ def is_whole(variant: Variant, n: int) -> bool:
     return variant.constants(n).get("EVEN", False)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("op", RUNS)
+@pytest.mark.parametrize(("op", "size", "dtype"), helpers.in_turn(RUNS, SIZES, [BF16, FP32], of=2))
 def test_hopper_choices_of_every_size_whole_and_cut_off(op, size, dtype):
-    """Aligned rows, whose rules are measurements, with the widest whose last tile is cut off. A sample of whole rows of
-    one dtype and of cut off ones of the other, in turn; all of both by --every-config."""
+    """Aligned rows, whose rules are measurements, with the widest whose last tile is cut off. A sample of whole rows
+    or of cut off ones, of one dtype, in turn; all of both by --every-config."""
     machine, lanes, widths = CompilingMachine(90), 16 // dtype.itemsize, {True: {}, False: {}}
     for n in range(lanes, WIDEST, lanes):
         if (n <= 12288 or n % 16 == 0) and (rows := rows_of_class(size, n)):
             choice = by_rules(op, n, dtype, size)
             widths[is_whole(choice.first, n)][choice] = n, max(rows[0], 16)
-    turn = bool(([*RUNS].index(op) + SIZES.index(size) + (dtype is FP32)) % 2)
+    turn = (op == "forward") is not (size == SIZES[0])
     for whole, choices in widths.items():
         if whole is not turn and not helpers.every_config:
             continue
@@ -60,10 +58,11 @@ def test_hopper_choices_of_every_size_whole_and_cut_off(op, size, dtype):
     assert_sound(machine)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", [BF16, FP16] if helpers.every_config else [BF16])
 def test_rows_whose_last_tile_is_cut_off_spill_no_more(dtype):
     """Forwards of 14352 to 18416 columns did by their rules of then, and backwards of 12304 to 16368, which took 18 to
-    21 % longer so; 16384 and 18432, which had been tuned, did not. Backwards of 14352 to 16368 still take 16 bytes."""
+    21 % longer so; 16384 and 18432, which had been tuned, did not. Backwards of 14352 to 16368 still take 16 bytes.
+    float16 with --every-config alone."""
     machine = CompilingMachine(90)
     for n, size in itertools.product((14352, 16368, 18416), ("large", "few")):
         run_forward(machine, by_rules("forward", n, dtype, size), n, dtype, dtype)
@@ -103,10 +102,12 @@ PAIRS = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32)]
 @pytest.mark.parametrize(("dtypes", "n"), helpers.in_turn(PAIRS, WIDE, of=len(WIDE)), ids=str)
 def test_wide_backwards_spill_no_more_than_their_rules_say(dtypes, n):
     """Each weight is tried, casting once and as llama, with dw and dx alone, of many rows and of few. Without
-    --every-config each pair of dtypes at one width, with dw of many rows and dx of few, or the other way round, in
-    turn."""
+    --every-config each pair of dtypes at one width and by one casting, with dw of many rows and dx of few, or the other
+    way round, in turn."""
     (dtype, weight_dtype), number = dtypes, PAIRS.index(dtypes)
     castings = (False, True) if weight_dtype.itemsize > dtype.itemsize else (False,)
+    if not helpers.every_config:
+        castings = (castings[number // 2 % len(castings)],)
     for size, has_dw, as_llama in itertools.product(("large", "few"), (True, False), castings):
         if (number + (size == "few") + has_dw) % 2 == 0 and not helpers.every_config:
             continue
