@@ -25,7 +25,10 @@ ALIKE = (
     ("forward", "rows, joint"),
     ("forward", "tiles, early"),
     ("forward", "teams, joint"),
+    ("forward", "unaligned teams"),
     ("backward", "rows, equal tiles"),
+    ("backward", "teams by TMA"),
+    ("backward", "unaligned teams"),
     ("backward", "split, reread, ahead"),
 )
 READ = [kernel for kernel in KERNELS if helpers.every_config or kernel not in ALIKE]

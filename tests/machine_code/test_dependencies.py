@@ -48,7 +48,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ACCESS = re.compile(
     r"\*/\s+(?:@!?U?P\d )?(?:LDG|STG|LDGSTS|ATOMG?|REDG?|LD|ST|UTMALDG|UTMASTG|UTMAREDG|UBLKCP)[. ]"
 )
-WIDE = variants.ForwardTeam(width=8192, warps=4, occupancy=2, latency=4, members=8, packed=True)
+WIDE = variants.ForwardTeam(width=8192, warps=4, occupancy=2, latency=2, members=8, packed=True)
 THREE = variants.BackwardPipelinedTeam(
     width=2048, warps=4, occupancy=2, latency=4, pieces=3, members=3, rstd_ahead=True
 )
@@ -194,7 +194,7 @@ def test_no_kernel_touches_memory_before_the_launch_before_has_ended(tmp_path):
         for op, n, choice in cases:
             run(machine, op, n, choice)
             checked |= names_that_wait(tmp_path, (architecture, op, n, choice))
-        call = make(RopeCase(BF16, length=64, heads=(32, 8), n=128, layout="packed"), "meta")
+        call = make(RopeCase(BF16, length=64, heads=(32, 8), n=128, rotary_dim=128, layout="packed"), "meta")
         bind_forward(call.spec, call.tensors, machine)(call.tensors)
         bind_backward(call.spec, call.backward_tensors, call.wanted, machine)(call.backward_tensors)
         checked |= names_that_wait(tmp_path, (architecture, call.spec))

@@ -59,8 +59,8 @@ def weight_dtype_of(call: str, dtype: torch.dtype) -> torch.dtype | None:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("call", CALLS)
 def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
-    """Read, without --every-config, rows and teams that `to_read` keeps, which have the most tiles under way, of
-    bfloat16 beside a float32 weight; dx alone one of each kind."""
+    """Read, without --every-config, rows and teams that `to_read` keeps, one of each kind, of bfloat16 beside a float32
+    weight. test_no_backward_beside_a_float32_weight_overwrites_tiles_in_use has those of each latency."""
     if call == "no weight" and op == "backward":
         pytest.skip("without a weight there is no dw")
     if dtype is FP32 and call in ("another weight", "llama, another weight"):
@@ -69,7 +69,7 @@ def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
         pytest.skip("read with --every-config")
     weight_dtype = weight_dtype_of(call, dtype)
     checked = 0
-    for variant, n in to_read(variants_by_tma(op, dtype), *(() if op == "dx" else ("latency", "warps"))):
+    for variant, n in to_read(variants_by_tma(op, dtype)):
         if not helpers.every_config and not isinstance(variant, (BackwardPipelined, BackwardPipelinedTeam)):
             continue
         kernels = code_of_call(tmp_path, op, variant, n, dtype, weight_dtype, **CALLS[call])
