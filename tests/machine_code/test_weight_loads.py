@@ -7,8 +7,9 @@ sum."""
 import re
 from dataclasses import replace
 
+import helpers
 import pytest
-from helpers import BF16, FP16, FP32
+from helpers import BF16, FP16, FP32, in_turn
 from planning import by_rules
 
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardRows, ForwardTeam, ForwardTiles
@@ -68,16 +69,17 @@ def test_aligned_rows_of_16_bits_are_taken_two_elements_at_a_time(n, dtype, tmp_
     assert len(joint) < most
 
 
-@pytest.mark.parametrize(("dtype", "weight"), [(BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)])
-@pytest.mark.parametrize(
-    ("n", "variant"),
-    [
-        (64, ForwardTiles(width=64, warps=4, occupancy=4, latency=4, rows=32)),
-        (256, ForwardTiles(width=256, warps=4, occupancy=4, latency=4, rows=8)),
-        (512, ForwardTiles(width=128, warps=4, occupancy=2, latency=4, rows=8, pieces=4)),
-    ],
-)
-def test_tiles_ask_for_x_and_the_weight_before_any_sum(n, variant, dtype, weight, tmp_path):
+TILES = [
+    (64, ForwardTiles(width=64, warps=4, occupancy=4, latency=4, rows=32)),
+    (256, ForwardTiles(width=256, warps=4, occupancy=4, latency=4, rows=8)),
+    (512, ForwardTiles(width=128, warps=4, occupancy=2, latency=4, rows=8, pieces=4)),
+]
+DTYPES = [(BF16, BF16), (FP32, FP32), (FP16, FP16), (BF16, FP32)]
+
+
+@pytest.mark.parametrize(("tile", "dtypes"), in_turn(TILES, DTYPES, of=2))
+def test_tiles_ask_for_x_and_the_weight_before_any_sum(tile, dtypes, tmp_path):
+    (n, variant), (dtype, weight) = tile, dtypes
     code = forward_code(tmp_path, replace(variant, weight_load="joint"), n, dtype, weight)
     loads, sums = places(LOAD, code), places(SUMMED, code)
     assert loads and max(loads) < min(sums)
@@ -112,7 +114,7 @@ def test_teams_ask_for_the_weight_before_any_sum(n, dtype, variant, tmp_path):
         assert any(min(loads) < each < max(loads) for each in sums) is is_late
 
 
-@pytest.mark.parametrize("n", [2048, 4096, 14336, 20480])
+@pytest.mark.parametrize("n", [2048, 4096, 14336, 20480] if helpers.every_config else [2048, 14336])
 def test_a_float32_weight_comes_to_the_threads_that_need_it(n, tmp_path):
     """Tiles of x of 16 bits give a thread four elements, 16 bytes of the weight. In the rules' tiles of eight the
     weight goes through shared memory."""
