@@ -258,11 +258,8 @@ def pairs_of_first_calls(
         return qk_norm_rope(*of_rope, eps=EPS)
 
     yield "rms_norm, not known", without_grad(norm), without_grad(lambda: (F.rms_norm(x, w.shape, w, EPS),))
-    yield (
-        "qk_norm_rope, not known",
-        without_grad(rope),
-        without_grad(bound(norms_and_rotation, of_rope)),
-    )
+    theirs = without_grad(bound(norms_and_rotation, of_rope))
+    yield "qk_norm_rope, not known", without_grad(rope), theirs
 
 
 def pairs_under_override(
