@@ -99,8 +99,10 @@ def route_of(
         # No mode is shown the op of a backward whose forward was no op.
         reason = _why_op(in_graph, given, sees_modes=are_plain and not is_by_autograd)
         if reason is not None and not (is_differentiable and _would_gather(in_graph, given)):
-            op, op_of_backward = spec.ops
-            _tell(op if wanted is None else op_of_backward, reason)
+            if (
+                not watched.is_traced()
+            ):  # Dynamo can trace neither logging nor, before torch 2.11, a property of a Spec
+                _tell(spec.ops[wanted is not None], reason)
             return Route(OP, Call(spec, in_graph), reason)
     if watched.is_traced():
         if is_by_autograd or in_graph in (None, "auto", "torch"):
@@ -166,10 +168,8 @@ def _call_on_backend(
 
 
 def _tell(op: str, reason: str) -> None:
-    """Log once why an op replaces a call. Dynamo cannot trace logging."""
-    if watched.is_traced() or not _log.isEnabledFor(logging.INFO):
-        return
-    if (op, reason) not in _told:
+    """Log once why an op replaces a call."""
+    if _log.isEnabledFor(logging.INFO) and (op, reason) not in _told:
         _told.add((op, reason))
         _log.info("op tilegym_rmsnorm::%s replaces a call, since %s", op, reason)
 
