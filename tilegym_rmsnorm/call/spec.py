@@ -27,7 +27,7 @@ WantedGradients = tuple[_Maybe, _Maybe, _Maybe, _Maybe]  # the same, where dx ma
 NORM_OPS = "rms_norm_forward", "rms_norm_backward"  # as the registry names a backend's functions
 
 
-# What the choice of a backend depends on, of a call's tensors: the dtypes of the first rows, of their weight and of all
+# Properties of a call's tensors by which a backend is chosen: the dtypes of the first rows, of their weight and of all
 # others; the tensors whose rows kernels read, the first of them never None; and names for logs, see `parts_of`.
 Facts = tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]
 

@@ -87,10 +87,9 @@ def define(op: LibraryOp) -> Any:
     assert not _register_rules.cache_info().currsize, "DTensor's engine would not know the op"
     library.define(op.name + op.schema)
     overload = getattr(torch.ops.tilegym_rmsnorm, op.name).default
-    run_known = functools.partial(_run_known, op)
-    _find_known_first(overload, run_known)
+    _find_known_first(overload, functools.partial(_run_known, op))
     transformed = functools.partial(_transformed, op)
-    library.impl(op.name, functools.partial(_run, op, run_known), "CompositeExplicitAutograd")
+    library.impl(op.name, functools.partial(_run, op), "CompositeExplicitAutograd")
     torch.library.register_fake(
         f"{NAMESPACE}::{op.name}", lambda *arguments: op.for_fakes(op.check(*arguments)), lib=library
     )
@@ -127,10 +126,10 @@ def _run_known(op: LibraryOp, *arguments: Any) -> Any:
     return None if run is None else run(tensors)
 
 
-def _run(op: LibraryOp, run_known: Callable[..., Any], *arguments: Any) -> Any:
+def _run(op: LibraryOp, *arguments: Any) -> Any:
     """Run an op, on real tensors."""
     # Not every call comes by `_find_known_first`: AOTInductor's come from C++.
-    if (known := run_known(*arguments)) is not None:
+    if (known := _run_known(op, *arguments)) is not None:
         return known
     asked = op.check(*arguments)
     if (results := op.without_backend(asked)) is not None:
@@ -156,7 +155,7 @@ def _differentiated(op: LibraryOp, overload: Any, *arguments: Any) -> Any:
     # subclass stands between this rule and the op's own implementation: run that, past a kernel that somebody else
     # registered for a device.
     if not watched.is_watched() and all(each is None or is_plain(each) for each in tensors):
-        return _run(op, functools.partial(_run_known, op), *arguments)
+        return _run(op, *arguments)
     with below_autograd():
         return overload(*arguments)
 
