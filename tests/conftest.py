@@ -30,7 +30,7 @@ from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
-from tilegym_rmsnorm.call import arguments
+from tilegym_rmsnorm.ops.norm import checks as norm_checks
 from tilegym_rmsnorm.routes import known_calls
 from tilegym_rmsnorm.settings import SM_MARGIN_VARIABLE, TEAMS_VARIABLE
 
@@ -205,13 +205,13 @@ def fresh_dynamo():
 def checks(monkeypatch: pytest.MonkeyPatch) -> list:
     """Each input of rms_norm that went through all checks."""
     seen = []
-    check_input = arguments.check_input
+    check_input = norm_checks.check_input
 
     def counted(name, x, **options):
         seen.append(x)
         check_input(name, x, **options)
 
-    monkeypatch.setattr(arguments, "check_input", counted)
+    monkeypatch.setattr(norm_checks, "check_input", counted)
     return seen
 
 

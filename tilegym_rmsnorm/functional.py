@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.call import arguments
 from tilegym_rmsnorm.call.options import checked_bool, checked_eps, refuse_torch_jit_script
-from tilegym_rmsnorm.call.spec import Casting, Wanted, shape_of_rstd
+from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.tensors import check_memory
-from tilegym_rmsnorm.call.validation import check_input, check_normalized_shape, checked_dtype
+from tilegym_rmsnorm.call.validation import check_input, checked_dtype
 from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
-from tilegym_rmsnorm.routes import eager, kernels, known_calls, op, operations
+from tilegym_rmsnorm.ops.norm import checks, eager, kernels, op, operations, reference
+from tilegym_rmsnorm.ops.norm.checks import check_normalized_shape
+from tilegym_rmsnorm.ops.norm.op import norm_in_graph
+from tilegym_rmsnorm.ops.norm.spec import Wanted, shape_of_rstd
+from tilegym_rmsnorm.routes import known_calls
 from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
-from tilegym_rmsnorm.routes.traced import norm_in_graph
 from tilegym_rmsnorm.settings import BackendName
 
 __all__ = [
@@ -142,7 +143,7 @@ def rms_norm(
     options |= {"residual_alpha": residual_alpha, "residual_dtype": residual_dtype, "out_dtype": out_dtype}
     options |= {"casting": casting, "backend": backend}
     given = input, normalized_shape, weight, eps
-    # The __torch_function__ of nested tensors accepts only PyTorch's functions; operations.py calls F.rms_norm.
+    # The __torch_function__ of nested tensors accepts only PyTorch's functions; `norm_by_operations` calls F.rms_norm.
     if has_torch_function(input, weight, bias, residual):
         if not (isinstance(input, Tensor) and input.is_nested):
             return handle_torch_function(rms_norm, (input, weight, bias, residual), *given, **options)
@@ -164,7 +165,7 @@ def _checked_rms_norm(
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run `rms_norm` with all checks; Dynamo traces this. options: numbers and dtypes."""
-    checked = arguments.checked_forward(
+    checked = checks.checked_forward(
         input, normalized_shape, weight, bias, residual, eps=eps, is_public=True, **options
     )
     route = route_of(checked, backend, is_differentiable=True)
@@ -271,7 +272,7 @@ def rms_norm_forward(
         "out_dtype": out_dtype,
         "casting": casting,
     }
-    checked = arguments.checked_forward(x, (), weight, bias, residual, **options, dims=1)
+    checked = checks.checked_forward(x, (), weight, bias, residual, **options, dims=1)
     route = route_of(checked, backend)
     if route.name == UNTRACED:
         options |= {"bias": bias, "residual": residual, "backend": route.call.backend}
@@ -361,7 +362,7 @@ def rms_norm_backward(
         TypeError: A dtype, a layout or a type does not fit.
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
-    checked = arguments.checked_backward(x, dy, weight, rstd, d_residual_out, offset=offset, casting=casting)
+    checked = checks.checked_backward(x, dy, weight, rstd, d_residual_out, offset=offset, casting=casting)
     wanted = _wanted(x, weight, dw_dtype, needs_db)
     route = route_of(checked, backend, wanted)
     if route.name == UNTRACED:
@@ -463,7 +464,7 @@ def rms_norm_backward_torch(
         ValueError: A shape, a device or a number does not fit.
         TypeError: A dtype, a layout or a type does not fit.
     """
-    checked = arguments.checked_backward(x, dy, weight, rstd, d_residual_out, offset=offset, casting=casting)
+    checked = checks.checked_backward(x, dy, weight, rstd, d_residual_out, offset=offset, casting=casting)
     wanted = _wanted(x, weight, dw_dtype, needs_db)
     check_memory(x=x, dy=dy, weight=weight, rstd=rstd, d_residual_out=d_residual_out)
     dx, _, dw, db = reference.gradients_torch((x, dy, weight, rstd, d_residual_out), checked.spec, wanted)

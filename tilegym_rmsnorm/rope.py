@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from tilegym_rmsnorm.call.options import refuse_torch_jit_script
-from tilegym_rmsnorm.call.rope import checked_rope
-from tilegym_rmsnorm.call.rope_spec import ROPE_OPTIONS, RopeOutputs, RopeRounding
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
-from tilegym_rmsnorm.routes import known_calls, rope_op
+from tilegym_rmsnorm.ops.rope import op
+from tilegym_rmsnorm.ops.rope.checks import checked_rope
+from tilegym_rmsnorm.ops.rope.eager import bind_eager
+from tilegym_rmsnorm.ops.rope.kernels import known_call, rope_by_operations
+from tilegym_rmsnorm.ops.rope.op import rope_in_graph
+from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS, RopeOutputs, RopeRounding
+from tilegym_rmsnorm.routes import known_calls
+from tilegym_rmsnorm.routes.calls import unseen
 from tilegym_rmsnorm.routes.choose import OP, OPERATIONS, UNTRACED, route_of
-from tilegym_rmsnorm.routes.kernels import unseen
-from tilegym_rmsnorm.routes.rope_eager import bind_eager
-from tilegym_rmsnorm.routes.rope_kernels import known_call, rope_by_operations
-from tilegym_rmsnorm.routes.rope_op import rope_in_graph
 from tilegym_rmsnorm.settings import BackendName
 
 __all__ = ["qk_norm_rope", "rms_norm_rope"]
@@ -169,7 +170,7 @@ def _checked(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: str | N
     if route.name == UNTRACED:
         return _untraced_checked(tensors, others, route.call.backend)
     if route.name == OP:
-        return rope_op.call_rope(checked.tensors, route.call)
+        return op.call_rope(checked.tensors, route.call)
     if route.name == OPERATIONS:
         return rope_by_operations(checked.tensors, checked.spec)
     with unseen(route.call.forward):  # type: ignore[arg-type]

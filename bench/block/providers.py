@@ -33,7 +33,7 @@ from bench.providers.ours import (
     aten_ops_forward,
 )
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 Results = tuple[Tensor, ...]
 Compute = Callable[[BlockInputs], Results]  # of one op, its outputs in the order of Family.outputs

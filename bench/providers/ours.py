@@ -27,7 +27,7 @@ import tilegym_rmsnorm as tr
 from bench.measure.shapes import OPS, Shape
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 if TYPE_CHECKING:  # the peers run where cuda-tile is missing
     from tilegym_rmsnorm.backends.cutile import launch

@@ -39,9 +39,9 @@ from bench.providers.ours import EPS
 from tilegym_rmsnorm import rms_norm, rms_norm_forward, settings
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.contract import bound
-from tilegym_rmsnorm.call.spec import NORM_OPS, Spec, Wanted
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.measure.timer import host_sampler, wall_sampler
+from tilegym_rmsnorm.ops.norm.spec import NORM_OPS, Spec, Wanted
 from tilegym_rmsnorm.routes import known_calls
 
 OTHER_WIDTH = 96  # what a process compiles before its first call is timed, so that nothing else is new to it

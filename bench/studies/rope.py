@@ -8,9 +8,9 @@
 
 q and k are slices of one packed projection, and the gradients are (B, H, T, D) transposed, as attention leaves them.
 Everyone is compared with float64 before it is timed. The backward of torch.compile is that of the formulas in
-rope_reference.py. Liger 0.8.5 is called as its users call it, forward alone: its norm of q, that of k, and its rotation
-of both in place; cos and sin in x's dtype, which a model makes once, are not timed. The share of the copy counts the
-bytes that must move: q, k and the results, and in a backward their gradients. A result is the provenance of
+ops/rope/reference.py. Liger 0.8.5 is called as its users call it, forward alone: its norm of q, that of k, and its
+rotation of both in place; cos and sin in x's dtype, which a model makes once, are not timed. The share of the copy
+counts the bytes that must move: q, k and the results, and in a backward their gradients. A result is the provenance of
 provenance.py, copy_gb_per_s and `cells`. Each of those is
 
 shape, op                    B, T, Hq, Hk, D, R and whether it is as Qwen3 (rope_cases.py); forward or backward
@@ -52,10 +52,10 @@ from bench.report import readme, tables
 from bench.studies.host import sample_in_turn
 from bench.studies.rope_cases import CPU_SHAPES, DECODING, SHAPES, Inputs, Shape, make_inputs
 from tilegym_rmsnorm import qk_norm_rope
-from tilegym_rmsnorm.call.rope_spec import RopeSpec, RopeWanted
 from tilegym_rmsnorm.commands import installation, options
 from tilegym_rmsnorm.measure.timer import calls_needed, interleave, sets_needed
-from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
+from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
+from tilegym_rmsnorm.ops.rope.spec import RopeSpec, RopeWanted
 
 OURS = ("cutile", "triton")
 PROVIDERS = (*OURS, "torch.compile", "eager", "liger")

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward, use_backend
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.registry import Request, dispatch
-from tilegym_rmsnorm.routes import eager
+from tilegym_rmsnorm.ops.norm import eager
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from variants import VARIANTS, make, options
 
 from tilegym_rmsnorm import RMSNorm, rms_norm
-from tilegym_rmsnorm.routes.op import FORWARD
+from tilegym_rmsnorm.ops.norm.op import FORWARD
 
 NAMES = ("x", "weight", "bias", "residual")
 

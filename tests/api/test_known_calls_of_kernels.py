@@ -15,7 +15,8 @@ from helpers import BF16, DEVICE, FP32
 from known_calls import rows
 
 from tilegym_rmsnorm import RMSNorm, override_aten, rms_norm, use_backend
-from tilegym_rmsnorm.routes import eager, known_calls
+from tilegym_rmsnorm.ops.norm import eager
+from tilegym_rmsnorm.routes import known_calls
 
 pytestmark = pytest.mark.usefixtures("known_kernels")
 

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym_rmsnorm import rms_norm
+from tilegym_rmsnorm.ops.norm.op import BACKWARD, FORWARD
 from tilegym_rmsnorm.routes import choose, known_calls
-from tilegym_rmsnorm.routes.op import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.usefixtures("known_kernels")
 

@@ -18,7 +18,7 @@ from tilegym_rmsnorm import (
     rms_norm_forward,
     use_backend,
 )
-from tilegym_rmsnorm.call import arguments
+from tilegym_rmsnorm.ops.norm import checks
 
 N = 8
 NAMES = ("auto", "torch")
@@ -132,9 +132,9 @@ def test_kinds_that_no_kernel_is_for_under_torch_compile(kind, name, compiler):
 
 
 def test_autocast_leaves_complex_numbers_alone():
-    assert arguments._autocast_dtype(torch.complex64) is torch.complex64
-    assert arguments._autocast_dtype(torch.complex128) is torch.complex128
-    assert arguments._autocast_dtype(torch.bfloat16) is torch.float32
+    assert checks._autocast_dtype(torch.complex64) is torch.complex64
+    assert checks._autocast_dtype(torch.complex128) is torch.complex128
+    assert checks._autocast_dtype(torch.bfloat16) is torch.float32
 
 
 class Counted(torch.Tensor):

@@ -10,11 +10,12 @@ from gate_cases import Named, freed, freed_view
 from helpers import HAS_GPU
 
 from tilegym_rmsnorm import BackendUnavailableError, override_aten, use_backend
-from tilegym_rmsnorm.call import arguments
 from tilegym_rmsnorm.call import tensors as call_tensors
-from tilegym_rmsnorm.call.spec import Call, Spec
+from tilegym_rmsnorm.call.spec import Call
+from tilegym_rmsnorm.ops.norm import checks
+from tilegym_rmsnorm.ops.norm.eager import _fit
+from tilegym_rmsnorm.ops.norm.spec import Spec
 from tilegym_rmsnorm.routes import choose, known_calls
-from tilegym_rmsnorm.routes.eager import _fit
 
 M, N = 3, 8
 X, W, R = torch.randn(M, N), torch.rand(N) + 0.5, torch.randn(M, N)
@@ -126,7 +127,7 @@ def route_name(x, weight):
     options = {"eps": 1e-6, "offset": 0.0, "casting": "once", "residual_alpha": 1.0}
     options |= {"residual_dtype": None, "out_dtype": None, "is_public": True}
     try:
-        checked = arguments.checked_forward(x, (N,), weight, None, None, **options)
+        checked = checks.checked_forward(x, (N,), weight, None, None, **options)
         return choose.route_of(checked, "cutile").name
     except (TypeError, ValueError, BackendUnavailableError):
         return None

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from helpers import BF16, FP16, FP32, FP64, assert_within, expected_results, make_inputs
 
-from tilegym_rmsnorm.reference import (
+from tilegym_rmsnorm.call.arithmetic import default_eps, promoted
+from tilegym_rmsnorm.ops.norm.reference import (
     compute_rms_norm_rstd_torch,
-    default_eps,
-    promoted,
     rms_norm_backward_torch,
     rms_norm_forward_torch,
 )

@@ -33,10 +33,10 @@ from tilegym_rmsnorm.backends.registry import (
     dispatch,
     register_impl,
 )
-from tilegym_rmsnorm.call.rope_spec import ROPE_OPS
-from tilegym_rmsnorm.call.spec import Spec, Wanted
 from tilegym_rmsnorm.commands import doctor
 from tilegym_rmsnorm.integrations.fx import replace_rmsnorm_pass
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.rope.spec import ROPE_OPS
 from tilegym_rmsnorm.settings import (
     AUTO_ORDER,
     NAMES,

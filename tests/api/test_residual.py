@@ -13,8 +13,7 @@ from helpers import BF16, DEVICE, FP32, FP64, HAS_GPU
 from variants import Variant, check, make, options
 
 from tilegym_rmsnorm import rms_norm, rms_norm_forward
-from tilegym_rmsnorm.call import arguments
-from tilegym_rmsnorm.routes import eager
+from tilegym_rmsnorm.ops.norm import checks, eager
 
 VARIANT = Variant(BF16, (6, 64), bias_dtype=FP32, residual_dtype=BF16)
 NAMES = ("x", "weight", "bias", "residual")
@@ -283,8 +282,8 @@ def test_a_gradient_that_is_no_plain_memory_takes_all_checks(monkeypatch):
     """Interpreters read through a pending minus sign, kernels do not."""
 
     checked = []
-    run = arguments.check_saved
-    monkeypatch.setattr(arguments, "check_saved", lambda *a: checked.append(a) or run(*a))
+    run = checks.check_saved
+    monkeypatch.setattr(checks, "check_saved", lambda *a: checked.append(a) or run(*a))
     x, d = torch.randn(4, 64, device=DEVICE, requires_grad=True), torch.randn(4, 64, device=DEVICE)
     y, out = rms_norm(x, 64, residual=d, backend="torch")
     torch.autograd.grad((y, out), (x,), (d, torch.complex(d, d).conj().imag))

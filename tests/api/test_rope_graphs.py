@@ -21,9 +21,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope
-from tilegym_rmsnorm.call.rope_spec import RopeWanted
-from tilegym_rmsnorm.routes import known_calls, rope_eager, rope_kernels
-from tilegym_rmsnorm.routes.rope_op import BACKWARD, FORWARD
+from tilegym_rmsnorm.ops.rope import eager as rope_eager
+from tilegym_rmsnorm.ops.rope import kernels as rope_kernels
+from tilegym_rmsnorm.ops.rope.op import BACKWARD, FORWARD
+from tilegym_rmsnorm.ops.rope.spec import RopeWanted
+from tilegym_rmsnorm.routes import known_calls
 
 NUMBERS = rope_calls.EPS, 0.0, 8, False, "once", "end", None
 

@@ -24,7 +24,7 @@ from helpers import BF16, DEVICE, FP16, FP32
 from rope_cases import rotated, tables_of
 
 from tilegym_rmsnorm import qk_norm_rope
-from tilegym_rmsnorm.call.rope_spec import RopeSpec
+from tilegym_rmsnorm.ops.rope.spec import RopeSpec
 
 D, BASE, FLASHINFER_MOST = 128, 1e4, 0.1  # the largest difference that flashinfer's tests allow
 WAN_HEADS = {"1.3B": 12, "5B": 24, "14B": 40}  # flashinfer itself refuses 40

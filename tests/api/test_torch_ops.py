@@ -19,7 +19,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, settings, use_backend
-from tilegym_rmsnorm.routes.op import BACKWARD, FORWARD, SCHEMAS
+from tilegym_rmsnorm.ops.norm.op import BACKWARD, FORWARD, SCHEMAS
 
 NORM = 1e-3, 0.5, "once"  # eps, offset, casting
 PLAIN = *NORM, 1.0, None, None, None  # and alpha, residual_dtype, out_dtype, backend

@@ -23,7 +23,7 @@ from variants import (
 )
 
 from tilegym_rmsnorm.backends import around_kernels, torch_reference
-from tilegym_rmsnorm.call.spec import Spec
+from tilegym_rmsnorm.ops.norm.spec import Spec
 
 
 def plain_forward(spec, tensors):

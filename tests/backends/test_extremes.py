@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.backends.cutile.plans import variants
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 N = 96
 EPS = (0.0, 1e-45, 1e-38, 1e-30, None)

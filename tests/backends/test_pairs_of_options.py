@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from variants import LAYOUTS, Variant, VariantInputs, check, check_residual_out, llama_share, make, options
 
 from tilegym_rmsnorm import RMSNorm, rms_norm
-from tilegym_rmsnorm.routes.op import FORWARD
+from tilegym_rmsnorm.ops.norm.op import FORWARD
 
 NAMES = "x", "weight", "bias", "residual"
 GRADIENTS = dict(zip(NAMES, ("dx", "dw", "db", "d_residual"), strict=True))

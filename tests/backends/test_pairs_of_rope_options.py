@@ -21,9 +21,9 @@ from rope_cases import RopeCall, RopeCase, check_forward, check_gradients, make
 from torch import Tensor
 
 from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope, rope
-from tilegym_rmsnorm.call.rope_spec import ROPE_OPTIONS
-from tilegym_rmsnorm.routes import rope_eager
-from tilegym_rmsnorm.routes.rope_op import FORWARD
+from tilegym_rmsnorm.ops.rope import eager as rope_eager
+from tilegym_rmsnorm.ops.rope.op import FORWARD
+from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS
 
 NAMES, RESULTS = ("q", "k", "q_weight", "k_weight"), ("q_out", "k_out")
 LAYOUTS = "contiguous", "transposed", "offset", "gaps", "columns", "expanded"

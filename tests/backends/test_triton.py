@@ -24,7 +24,7 @@ from helpers import (
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.triton.config import BackwardConfig, ForwardConfig
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 needs_kernels = pytest.mark.skipif(why_skip("triton") is not None, reason=str(why_skip("triton")))
 

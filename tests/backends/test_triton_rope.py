@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm import qk_norm_rope
 from tilegym_rmsnorm.backends.registry import get_available_backends_for_op
-from tilegym_rmsnorm.rope_reference import rope_forward_torch
+from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch
 
 pytestmark = [
     pytest.mark.skipif(why_skip("triton") is not None, reason=str(why_skip("triton"))),

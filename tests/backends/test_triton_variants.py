@@ -21,7 +21,7 @@ from helpers import BF16, FP16, FP32, HAS_GPU, why_skip
 from test_triton import BACKWARDS, FORWARDS
 from variants import Variant
 
-from tilegym_rmsnorm.call.spec import Wanted
+from tilegym_rmsnorm.ops.norm.spec import Wanted
 
 pytestmark = [
     pytest.mark.skipif(why_skip("triton") is not None, reason=str(why_skip("triton"))),

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How the ops are sharded (op_sharding.py), in each of four processes on a CPU: values of one process, placements, and
+"""How the ops are sharded (sharding.py), in each of four processes on a CPU: values of one process, placements, and
 what is communicated.
 
 test_four_processes.py starts it: python tests/distributed/rules_of_dtensors.py
@@ -26,8 +26,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm import RMSNorm, rms_norm, use_backend
-from tilegym_rmsnorm.routes import library_op, op_sharding
-from tilegym_rmsnorm.routes.op import BACKWARD, FORWARD
+from tilegym_rmsnorm.ops.norm import sharding
+from tilegym_rmsnorm.ops.norm.op import BACKWARD, FORWARD
+from tilegym_rmsnorm.routes import library_op
 
 B, T, H, N = 4, 5, 6, 16  # neither tokens nor heads are as many in each process
 WHOLE = Replicate()
@@ -257,7 +258,7 @@ def split_rows_are_said_by_every_op(mesh) -> None:
     """A backward that is called by itself says it too, and so does a sum of which the residual alone is cut."""
     residual_alone = calls_of_ops(mesh, WHOLE, Shard(2))[1]
     for op, *arguments in (*calls_of_ops(mesh, Shard(2), Shard(2)), residual_alone):
-        op_sharding._say_that_rows_are_gathered.cache_clear()
+        sharding._say_that_rows_are_gathered.cache_clear()
         with pytest.warns(UserWarning, match="sharded in a normalized dimension"):
             op(*arguments)
     with warnings.catch_warnings():

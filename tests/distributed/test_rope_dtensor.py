@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, debug, distribut
 from torch.distributed.tensor.experimental import implicit_replication  # noqa: E402
 
 from tilegym_rmsnorm import rms_norm_rope  # noqa: E402
-from tilegym_rmsnorm.routes import rope_op  # noqa: E402
+from tilegym_rmsnorm.ops.rope import op as rope_op  # noqa: E402
 
 
 def gradients(outputs, leaves):

@@ -27,7 +27,7 @@ from planning import device, plan, problem
 from tilegym_rmsnorm import rms_norm, rms_norm_forward
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -16,8 +16,8 @@ from racing import STREAMS, assert_same_bits_racing
 from rope_cases import RopeCase, make
 
 from tilegym_rmsnorm import qk_norm_rope
-from tilegym_rmsnorm.call.rope_spec import RopeSpec, RopeWanted
-from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
+from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
+from tilegym_rmsnorm.ops.rope.spec import RopeSpec, RopeWanted
 
 pytestmark = pytest.mark.parametrize("backend", ["cutile", "triton"], indirect=True)
 

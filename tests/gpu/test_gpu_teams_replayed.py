@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import BF16, HAS_GPU, make_inputs, wait_for_the_gpu, why_skip
 
-from tilegym_rmsnorm.routes.op import BACKWARD, FORWARD
+from tilegym_rmsnorm.ops.norm.op import BACKWARD, FORWARD
 
 if HAS_GPU and (reason := why_skip("cutile")):
     pytest.skip(reason, allow_module_level=True)

@@ -20,7 +20,7 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from cutile_runs import run_backward, run_forward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import launch, lookup  # noqa: E402
-from tilegym_rmsnorm.call.spec import Spec  # noqa: E402
+from tilegym_rmsnorm.ops.norm.spec import Spec  # noqa: E402
 
 CPU = torch.device("cpu")
 

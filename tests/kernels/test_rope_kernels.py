@@ -28,8 +28,8 @@ from cutile_runs import ShuffledMachine  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch, rope  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels import rope as kernels  # noqa: E402
-from tilegym_rmsnorm.call.rope_spec import RopeWanted  # noqa: E402
-from tilegym_rmsnorm.rope_reference import rope_forward_torch  # noqa: E402
+from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch  # noqa: E402
+from tilegym_rmsnorm.ops.rope.spec import RopeWanted  # noqa: E402
 
 
 def run_forward(call, machine=None):

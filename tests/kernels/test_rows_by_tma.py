@@ -23,7 +23,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardRows,
     BackwardTeam,
 )
-from tilegym_rmsnorm.call.spec import Spec, Wanted  # noqa: E402
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted  # noqa: E402
 
 CPU = torch.device("cpu")
 TEAM = BackwardPipelinedTeam(width=16, warps=4, occupancy=2, latency=2, pieces=3, members=2, rstd_ahead=True)

@@ -23,7 +23,7 @@ from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 
 def serves(op: str, dtype: str, weight: str | None, n: int = 4096) -> Variant:

@@ -15,15 +15,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "tilegym_rmsnorm"
 CUTILE = f"{PACKAGE}.backends.cutile"
+OPS = sorted(path.name for path in (ROOT / PACKAGE / "ops").iterdir() if (path / "spec.py").exists())
 # From below: a module may import those of its own line and of the lines above. The first line that a name begins with.
 LAYERS = (
     (f"{PACKAGE}.call.spec", f"{PACKAGE}.call.watched"),
-    (f"{PACKAGE}.call.rope_spec",),
-    (f"{PACKAGE}.call.tensors", f"{PACKAGE}.reference", f"{PACKAGE}.rope_reference"),
+    (f"{PACKAGE}.call.tensors", f"{PACKAGE}.call.arithmetic"),
     (f"{PACKAGE}.call.validation",),
     (f"{PACKAGE}.call.options",),
-    (f"{PACKAGE}.call", f"{PACKAGE}.measure", f"{PACKAGE}.settings"),
-    (f"{PACKAGE}.backends.contract",),
+    (f"{PACKAGE}.call", f"{PACKAGE}.settings"),
+    # an op's records, checks and formula; its other files are above the routes
+    tuple(
+        f"{PACKAGE}.ops.{op}.{each}"
+        for op in OPS
+        for each in ("spec", "checks", "hints", "reference", "sharding")
+    ),
+    (f"{PACKAGE}.backends.contract", f"{PACKAGE}.measure"),
     # knows the backends by the names of their modules, which it imports when they are first asked for
     (f"{PACKAGE}.backends.registry",),
     (f"{CUTILE}.plans",),
@@ -40,11 +46,10 @@ LAYERS = (
     (f"{PACKAGE}.backends",),
     # It decides and runs nothing: no route is below it.
     (f"{PACKAGE}.routes.choose", f"{PACKAGE}.routes.autograd"),
-    (f"{PACKAGE}.routes.kernels", f"{PACKAGE}.routes.known_calls", f"{PACKAGE}.routes.op_sharding"),
-    (f"{PACKAGE}.routes.library_op", f"{PACKAGE}.routes.operations", f"{PACKAGE}.routes.rope_kernels"),
-    (f"{PACKAGE}.routes.op",),
-    (f"{PACKAGE}.routes.eager", f"{PACKAGE}.routes.traced"),
-    (f"{PACKAGE}.routes.rope_op", f"{PACKAGE}.routes.rope_eager"),
+    (f"{PACKAGE}.routes",),
+    tuple(f"{PACKAGE}.ops.{op}.{each}" for op in OPS for each in ("kernels", "operations")),
+    tuple(f"{PACKAGE}.ops.{op}.op" for op in OPS),
+    (f"{PACKAGE}.ops",),
     (f"{PACKAGE}.functional", f"{PACKAGE}.rope"),
     (f"{PACKAGE}.nn",),
     # Its own file has public functions, which import an integration when they are called.

@@ -26,14 +26,7 @@ from tilegym_rmsnorm.backends.contract import (
     Request,
     Unusable,
 )
-from tilegym_rmsnorm.call.spec import (
-    BackwardTensors,
-    ForwardTensors,
-    Gradients,
-    Outputs,
-    Spec,
-    Wanted,
-)
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 from tilegym_rmsnorm.routes import known_calls
 
 calls: list[str] = []  # the ops that it ran, since `use` or a test cleared this

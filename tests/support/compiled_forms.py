@@ -18,7 +18,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
 )
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 FORM = {
     PLAIN_ROWS: Form(),

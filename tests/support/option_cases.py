@@ -20,8 +20,9 @@ from rope_cases import RopeCase
 from variants import BACKEND_LAYOUTS, Variant, VariantInputs, spec_of
 
 from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
-from tilegym_rmsnorm.call.rope_spec import RopeRounding
-from tilegym_rmsnorm.call.spec import Casting, dtype_of, wanted_of
+from tilegym_rmsnorm.call.spec import Casting, dtype_of
+from tilegym_rmsnorm.ops.norm.spec import wanted_of
+from tilegym_rmsnorm.ops.rope.spec import RopeRounding
 
 _OR_NONE = None, *KERNEL_DTYPES
 _BOTH = False, True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 if TYPE_CHECKING:  # tests of other backends run where cuda-tile is missing
     from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward

@@ -12,7 +12,7 @@ import torch
 from helpers import DEVICE, FP32
 
 from tilegym_rmsnorm import qk_norm_rope
-from tilegym_rmsnorm.call.rope_spec import RopeSpec
+from tilegym_rmsnorm.ops.rope.spec import RopeSpec
 
 EPS = 1e-6
 ours = functools.partial(qk_norm_rope, eps=EPS)

@@ -22,8 +22,8 @@ from helpers import BF16, FP16, FP32, FP64, Expected, _half_ulp, assert_within
 from torch import Tensor
 from variants import arranged
 
-from tilegym_rmsnorm.call.rope_spec import RopeBackwardTensors, RopeSpec, RopeTensors, RopeWanted
-from tilegym_rmsnorm.rope_reference import rope_gradients_torch
+from tilegym_rmsnorm.ops.rope.reference import rope_gradients_torch
+from tilegym_rmsnorm.ops.rope.spec import RopeBackwardTensors, RopeSpec, RopeTensors, RopeWanted
 
 EPSILON = torch.finfo(FP32).eps
 TURNED = 0.02  # of y in 16 bits: an rstd of other bits turns less than 1 % of the roundings over

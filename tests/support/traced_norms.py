@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from tilegym_rmsnorm import reference
+from tilegym_rmsnorm.ops.norm import reference
 
 FORWARD = torch.ops.aten._fused_rms_norm.default
 BACKWARD = torch.ops.aten._fused_rms_norm_backward.default

@@ -38,7 +38,7 @@ from rope_cases import make as make_rope
 from variants import Variant, make
 
 from tilegym_rmsnorm.backends.triton import launch
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 SM_COUNT = 132  # the dw tile depends on it
 # Bytes that a block may have on sm_86, 89 and 120. The other architectures have more.

@@ -32,7 +32,7 @@ from helpers import BF16, DEVICE, FP16, FP32, FP64, Expected, _half_ulp, assert_
 from torch import Tensor
 
 from tilegym_rmsnorm import rms_norm
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 # How the tensors of rows lie in memory, in the order x, residual, dy, d_residual_out. Sizes of two dimensions are rows.
 LAYOUTS = {

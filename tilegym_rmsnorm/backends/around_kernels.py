@@ -18,7 +18,9 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends.contract import BackwardFunction, ForwardFunction
 from tilegym_rmsnorm.backends.layout import as_rows
-from tilegym_rmsnorm.call.spec import (
+from tilegym_rmsnorm.call.arithmetic import joint_dtype, round_xhat
+from tilegym_rmsnorm.ops.norm.reference import residual_sum, sum_of_rows
+from tilegym_rmsnorm.ops.norm.spec import (
     BackwardTensors,
     ForwardTensors,
     Gradients,
@@ -27,7 +29,6 @@ from tilegym_rmsnorm.call.spec import (
     Wanted,
     parts_of,
 )
-from tilegym_rmsnorm.reference import joint_dtype, residual_sum, round_xhat, sum_of_rows
 
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[object, ...]] = set()

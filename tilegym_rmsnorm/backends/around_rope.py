@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.contract import BackwardFunction, ForwardFunction
-from tilegym_rmsnorm.call.rope_spec import (
+from tilegym_rmsnorm.call.arithmetic import joint_dtype
+from tilegym_rmsnorm.ops.norm.reference import compute_rms_norm_rstd_torch
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.rope.reference import rotated, rotated_back, tables_at
+from tilegym_rmsnorm.ops.rope.spec import (
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -21,9 +25,6 @@ from tilegym_rmsnorm.call.rope_spec import (
     RopeTensors,
     RopeWanted,
 )
-from tilegym_rmsnorm.call.spec import Spec, Wanted
-from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch, joint_dtype
-from tilegym_rmsnorm.rope_reference import rotated, rotated_back, tables_at
 
 
 @torch.no_grad()

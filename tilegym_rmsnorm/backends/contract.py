@@ -13,8 +13,8 @@ The shape is (M, N), with a last stride of 1 and a row stride of at least N. Whe
 dimensions are not evenly spaced, the shape is (B, T, H, N), with a last stride of 1 and any other strides but 0. y,
 residual_out, dx and d_residual are new, contiguous, and have that shape too. weight, bias, dw and db are contiguous,
 (N,), or (H, N) where the weight is per-head. rstd is contiguous, (M,) with M the product of the leading dimensions,
-float32 (float64 for float64 x). spec and wanted give the dtypes of the results (call/spec.py). None is a tensor that is
-absent, or not wanted.
+float32 (float64 for float64 x). spec and wanted give the dtypes of the results (ops/norm/spec.py). None is a tensor
+that is absent, or not wanted.
 
 The ops of `qk_norm_rope` receive q (B, T, Hq, D), and k (B, T, Hk, D) or None, with a last stride of 1 and any other
 strides but 0; so are dq_out and dk_out, each with its own dtype and strides. Weights are contiguous, (D,) or (H, D), or
@@ -33,7 +33,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tilegym_rmsnorm.call.rope_spec import (
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.rope.spec import (
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -41,7 +42,6 @@ from tilegym_rmsnorm.call.rope_spec import (
     RopeTensors,
     RopeWanted,
 )
-from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 
 
 class Request(NamedTuple):

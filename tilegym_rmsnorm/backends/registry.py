@@ -29,9 +29,10 @@ from tilegym_rmsnorm.backends.contract import (
     RopeForwardFunction,
     Unusable,
 )
-from tilegym_rmsnorm.call.rope_spec import ROPE_OPS
-from tilegym_rmsnorm.call.spec import NORM_OPS, Facts
+from tilegym_rmsnorm.call.spec import Facts
 from tilegym_rmsnorm.call.tensors import are_aligned
+from tilegym_rmsnorm.ops.norm.spec import NORM_OPS
+from tilegym_rmsnorm.ops.rope.spec import ROPE_OPS
 from tilegym_rmsnorm.settings import AUTO_ORDER, NAMES, check_name, get_current_backend
 
 OPS = NORM_OPS + ROPE_OPS

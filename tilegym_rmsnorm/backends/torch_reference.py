@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Register reference.py as backend "torch": it runs on any device and floating dtypes, slowly, by many kernels."""
+"""Register the formulas in PyTorch as backend "torch": it runs on any device and floating dtypes, slowly, by many
+kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.registry import register_impl
-from tilegym_rmsnorm.call.rope_spec import (
+from tilegym_rmsnorm.ops.norm.reference import forward_torch, gradients_torch
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
+from tilegym_rmsnorm.ops.rope.spec import (
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -18,9 +22,6 @@ from tilegym_rmsnorm.call.rope_spec import (
     RopeTensors,
     RopeWanted,
 )
-from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
-from tilegym_rmsnorm.reference import forward_torch, gradients_torch
-from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
 
 IMPLEMENTATION = __name__
 

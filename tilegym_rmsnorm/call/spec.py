@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Define the records of a checked call, `Spec`, `Call` and `Wanted`, and the order of its tensors.
+"""Define the records of a checked call of any op.
 
-backends/contract.py defines the shapes and strides with which a backend receives the tensors. Every op's Spec and
-Wanted have the methods of these, by which the registry and the routes ask about a call without knowing its op.
+Each op has a Spec and a Wanted of its own (ops/norm/spec.py), with the same methods: by them the registry and the
+routes ask about a call without knowing its op.
 """
 
 from __future__ import annotations
@@ -16,59 +16,12 @@ import torch
 from torch import Tensor
 
 Casting = Literal["once", "llama"]  # see `rms_norm`
-_Maybe = Tensor | None
-ForwardTensors = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # x, weight, bias, residual
-BackwardTensors = tuple[Tensor, Tensor, _Maybe, Tensor, _Maybe]  # x, dy, weight, rstd, d_residual_out
-Outputs = tuple[Tensor, Tensor, _Maybe]  # y, rstd, residual_out
-Gradients = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # dx, d_residual, dw, db, of a backend
-WantedGradients = tuple[_Maybe, _Maybe, _Maybe, _Maybe]  # the same, where dx may not be wanted
-
-
-NORM_OPS = "rms_norm_forward", "rms_norm_backward"  # as the registry names a backend's functions
+Maybe = Tensor | None
 
 
 # Properties of a call's tensors by which a backend is chosen: the dtypes of the first rows, of their weight and of all
 # others; the tensors whose rows kernels read, the first of them never None; and names for logs, see `parts_of`.
 Facts = tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]
-
-
-class Spec(NamedTuple):
-    """Numbers and torch.dtypes of a call. With a residual, alpha * x + residual is rounded to residual_dtype, then
-    normalized."""
-
-    n: int  # elements normalized together: a row
-    eps: float  # not used in a backward
-    offset: float
-    casting: str
-    alpha: float = 1.0
-    y_dtype: torch.dtype | None = None  # None: x's dtype
-    residual_dtype: Any = None  # torch.dtype of residual_out; None exactly where there is no residual
-    heads: int = 0  # H of a per-head weight and bias, (H, n); 0 where one weight serves all rows of x
-
-    @property
-    def ops(self) -> tuple[str, str]:
-        """Names of the forward and of the backward."""
-        return NORM_OPS
-
-    def facts(self, tensors: Any, wanted: Wanted | None = None) -> Facts:
-        """Return the facts of a forward, or with `wanted` of a backward, from its tensors."""
-        rows: tuple[Any, ...]
-        others: tuple[Any, ...]
-        if wanted is None:
-            x, weight, bias, residual = tensors
-            has_bias, has_residual, rows = bias is not None, residual is not None, (x, residual)
-            others = dtype_of(bias), dtype_of(residual), self.y_dtype, self.residual_dtype
-        else:
-            x, dy, weight, _, d_residual_out = tensors
-            has_residual = d_residual_out is not None or self.residual_dtype is not None
-            has_bias, rows = wanted.db is not None, (x, dy, d_residual_out)
-            others = dy.dtype, dtype_of(d_residual_out), *wanted
-        parts = parts_of(has_residual, has_bias, self.heads > 0)
-        return (x.dtype, dtype_of(weight), *others), rows, parts
-
-    def dtype_of_rows(self, tensors: Any) -> torch.dtype:
-        """Return the dtype of the normalized tensor, of a forward's tensors."""
-        return self.residual_dtype or tensors[0].dtype
 
 
 class Call(NamedTuple):
@@ -82,64 +35,16 @@ class Call(NamedTuple):
     dtype: torch.dtype | None = None  # of the normalized tensor: x, or residual_out with a residual
 
 
-class Wanted(NamedTuple):
-    """Dtypes of the gradients that a backward returns, None for a gradient that is not wanted. With d the gradient of
-    the normalized tensor plus d_residual_out, dx is alpha * d and d_residual is d. Backends always write dx: it is None
-    only where db is wanted alone, a sum that no backend is asked for."""
-
-    dx: torch.dtype | None
-    d_residual: torch.dtype | None = None
-    dw: torch.dtype | None = None
-    db: torch.dtype | None = None
-
-    @property
-    def why_no_backend(self) -> str | None:
-        """Reason why no backend is asked for these gradients; None where one is."""
-        return "db alone is a sum" if self.dx is None else None
-
-
-# Bits of the number by which the backward op is told the wanted gradients.
-DX, DW, DB, D_RESIDUAL = 1, 2, 4, 8
-
-
-def wanted_of(
-    needs: tuple[bool, ...], alpha: float, dtypes: tuple[torch.dtype | None, ...]
-) -> tuple[float, Wanted]:
-    """Choose the alpha and the arrays of a backward: dx and d_residual are two arrays only where both are needed and
-    differ. Otherwise the one array dx is both. needs, dtypes: of x, residual, weight and bias."""
-    needs_dx, needs_d_residual, needs_dw, needs_db = needs
-    x_dtype, residual_dtype, weight_dtype, bias_dtype = dtypes
-    of_vectors = weight_dtype if needs_dw else None, bias_dtype if needs_db else None
-    if needs_dx:
-        is_one = not needs_d_residual or (alpha == 1.0 and x_dtype == residual_dtype)
-        return alpha, Wanted(x_dtype, None if is_one else residual_dtype, *of_vectors)
-    if needs_d_residual:
-        return 1.0, Wanted(residual_dtype, None, *of_vectors)  # with alpha 1 dx is d_residual
-    return 1.0, Wanted(x_dtype if needs_dw else None, None, *of_vectors)  # nobody reads dx
-
-
-def as_needed(
-    needs: tuple[bool, ...], gradients: WantedGradients, bias_shape: tuple[int, ...]
-) -> WantedGradients:
-    """Return to autograd the gradients of x, residual, weight and bias, from those that `wanted_of` chose."""
-    dx, d_residual, dw, db = gradients
-    if needs[1] and d_residual is None:
-        d_residual = dx
-    return dx if needs[0] else None, d_residual, dw, None if db is None else db.view(bias_shape)
-
-
-def shape_of_rstd(x: Tensor, dims: int) -> tuple[int, ...]:
-    """Return the shape of rstd in the library ops: that of x, with an extent of 1 for each normalized dimension."""
-    return (*x.shape[:-dims], *(1,) * dims)
-
-
-def parts_of(has_residual: bool, has_bias: bool, has_heads: bool) -> tuple[str, ...]:
-    """Name the parts of a call other than x and one weight for all rows, for logs and errors."""
-    if not (has_residual or has_bias or has_heads):
-        return ()
-    named = ("residual", has_residual), ("bias", has_bias), ("weights of heads", has_heads)
-    return tuple(name for name, is_there in named if is_there)
-
-
 def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
+
+
+class Checked(NamedTuple):
+    """Checked arguments. tensors: x, weight, bias, residual of a forward; x, dy, weight, rstd, d_residual_out of a
+    backward; or those of another op. are_plain: every tensor is plain (tensors.py)."""
+
+    names: tuple[str, ...]  # of the tensors, for error texts
+    tensors: tuple[Any, ...]
+    shape: torch.Size  # of the normalized dimensions
+    spec: Any  # an op's Spec
+    are_plain: bool

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 
 """Check single tensors, their shapes and dtypes, before anything is allocated or launched. options.py checks numbers,
-names and flags; arguments.py calls both for a whole call.
+names and flags; checks.py of an op calls both for a whole call.
 
 Shapes and values that do not fit raise ValueError, dtypes and types TypeError. The text names the argument, the
 expected and the given value. A check that passes costs a few comparisons; text is built on failure only.
@@ -15,7 +15,6 @@ those of `x[mask]`, are compared by the graph, as PyTorch's add does.
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -24,15 +23,13 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from tilegym_rmsnorm.call.spec import Call, shape_of_rstd
-from tilegym_rmsnorm.call.tensors import check_memory, is_dtensor
+from tilegym_rmsnorm.call.tensors import is_dtensor
 from tilegym_rmsnorm.call.watched import get_trace, is_traced, outside_of_trace
-from tilegym_rmsnorm.reference import compute_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
-_ALL_DTYPES = DTYPES + COMPLEX_DTYPES
-_STRIDED = torch.strided
+ALL_DTYPES = DTYPES + COMPLEX_DTYPES
+STRIDED = torch.strided
 # Others may have a repr that Dynamo cannot trace, as NumPy's numbers.
 _SHOWN_BY_DYNAMO = (int, float, complex, str, bytes, tuple, list, dict, type(None), torch.dtype)
 
@@ -64,7 +61,7 @@ def _takes_plain_beside(tensor: Tensor) -> bool:
 def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
     """Check that x is a tensor of a floating dtype with at least one dimension. `is_any_kind`: or a complex tensor, or
     a nested one of layout torch.jagged, which only F.rms_norm can take."""
-    dtypes = _ALL_DTYPES if is_any_kind else DTYPES
+    dtypes = ALL_DTYPES if is_any_kind else DTYPES
     if not isinstance(x, Tensor):
         fail(TypeError, name, "a torch.Tensor", type(x).__name__)
     if x.is_nested and not (is_any_kind and x.layout is torch.jagged):
@@ -72,80 +69,11 @@ def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
         fail(TypeError, name, f"no nested tensor{or_jagged}, but its values()", f"layout {x.layout}")
     if x.dtype not in dtypes:
         hint = ": tokens in place of embeddings?" if x.dtype in (torch.int32, torch.int64) else ""
-        fail(TypeError, name, f"a dtype of {_names(dtypes)}", f"{x.dtype}{hint}")
+        fail(TypeError, name, f"a dtype of {named(dtypes)}", f"{x.dtype}{hint}")
     if x.ndim == 0:
         fail(ValueError, name, "at least one dimension", "a tensor of shape ()")
-    if x.layout is not _STRIDED and not x.is_nested:
-        fail(TypeError, name, f"layout {_STRIDED}", x.layout)
-
-
-def last_dims(x: Tensor, dims: int) -> torch.Size:
-    if not 0 < dims <= x.ndim:
-        raise ValueError(f"normalized_dims: expected 1 to {x.ndim} for x of {x.ndim} dimensions, got {dims}")
-    return x.shape[-dims:]
-
-
-def check_normalized_shape(
-    x: Tensor, normalized_shape: int | Sequence[int], may_be_empty: bool = False
-) -> tuple[int, torch.Size]:
-    """Check that `normalized_shape` is the shape of x's last dimensions. Return N, its number of elements, and it.
-
-    `may_be_empty`: rows may have no elements, as in F.rms_norm.
-    """
-    if get_trace() is not None:
-        return outside_of_trace(_check_traced_shape, x, normalized_shape, may_be_empty)
-    if type(normalized_shape) is int:
-        normalized_shape = (normalized_shape,)
-    elif not isinstance(normalized_shape, (tuple, list)):
-        if isinstance(normalized_shape, Tensor) and normalized_shape.dtype in _ALL_DTYPES:
-            fail(
-                TypeError,
-                "normalized_shape",
-                "an int or a sequence of ints",
-                f"{shown(normalized_shape)}; rms_norm takes input, normalized_shape, weight, eps in this order",
-            )
-        normalized_shape = checked_sizes(normalized_shape)
-    for size in normalized_shape:
-        if type(size) is not int:  # (8.0,), (True,) and (torch.tensor(8),) would compare equal to (8,)
-            normalized_shape = checked_sizes(normalized_shape)
-            break
-    dims = len(normalized_shape)
-    shape = x.shape[-dims:]
-    if dims == 0:
-        fail(ValueError, "normalized_shape", "at least one dimension", "()")
-    if not are_equal(shape, normalized_shape):
-        if any(size < 0 for size in normalized_shape):
-            fail(ValueError, "normalized_shape", "sizes of at least 1", tuple(normalized_shape))
-        # Name input: in a model its shape is wrong more often than normalized_shape.
-        sizes = ", ".join(map(str, normalized_shape))
-        fail(ValueError, "input", f"shape (*, {sizes}), as normalized_shape says", tuple(x.shape))
-    n = shape[0] if dims == 1 else math.prod(shape)
-    if not may_be_empty and is_known(n, 0):
-        fail(ValueError, "normalized_shape", "at least one element per row", tuple(normalized_shape))
-    return n, shape
-
-
-def check_weight(
-    weight: Tensor | None, bias: Tensor | None, x: Tensor, shape: torch.Size, x_name: str = "x"
-) -> int:
-    """Check that weight and bias are None or floating tensors on x's device, of one shape: `shape`, or (H, *shape) with
-    H x's dimension before the normalized ones. Return H; 0 where one weight, or none, serves all rows."""
-    if get_trace() is not None:
-        return outside_of_trace(check_weight, weight, bias, x, shape, x_name)
-    heads = 0
-    if isinstance(weight, Tensor) and weight.ndim == len(shape) + 1:
-        heads_of_x = x.shape[-weight.ndim] if x.ndim >= weight.ndim else None
-        if heads_of_x is None or not are_equal(weight.shape, (heads_of_x, *shape)):
-            of_heads = ""
-            if heads_of_x:
-                per_head, count = (heads_of_x, *shape), f"{heads_of_x} head{'s' if heads_of_x > 1 else ''}"
-                of_heads = f", or {per_head}, since {x_name} of shape {tuple(x.shape)} has {count}"
-            fail(ValueError, "weight", f"shape {tuple(shape)}{of_heads}", tuple(weight.shape))
-        is_one = is_known(heads_of_x, 0) or is_known(heads_of_x, 1)
-        shape, heads = weight.shape, 0 if is_one else heads_of_x
-    check_vector("weight", weight, x, shape, x_name)
-    check_vector("bias", bias, x, shape, x_name)
-    return heads
+    if x.layout is not STRIDED and not x.is_nested:
+        fail(TypeError, name, f"layout {STRIDED}", x.layout)
 
 
 def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size, x_name: str = "x") -> None:
@@ -157,13 +85,13 @@ def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size,
     if not are_equal(vector.shape, shape):
         fail(ValueError, name, f"shape {tuple(shape)}", tuple(vector.shape))
     if vector.dtype not in DTYPES:
-        dtypes = _ALL_DTYPES if x.is_complex() else DTYPES
+        dtypes = ALL_DTYPES if x.is_complex() else DTYPES
         if vector.dtype not in dtypes:
-            fail(TypeError, name, f"a dtype of {_names(dtypes)}", vector.dtype)
+            fail(TypeError, name, f"a dtype of {named(dtypes)}", vector.dtype)
     if vector.device != x.device:
         fail(ValueError, name, f"the device of {x_name}, {x.device}", vector.device)
-    if vector.layout is not _STRIDED:
-        fail(TypeError, name, f"layout {_STRIDED}", vector.layout)
+    if vector.layout is not STRIDED:
+        fail(TypeError, name, f"layout {STRIDED}", vector.layout)
 
 
 def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
@@ -176,95 +104,25 @@ def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
         fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", tuple(tensor.shape))
     dtypes = COMPLEX_DTYPES if x.is_complex() else DTYPES
     if tensor.dtype not in dtypes:
-        fail(TypeError, name, f"a dtype of {_names(dtypes)}", tensor.dtype)
+        fail(TypeError, name, f"a dtype of {named(dtypes)}", tensor.dtype)
     if tensor.device != x.device:
         fail(ValueError, name, f"the device of {x_name}, {x.device}", tensor.device)
     if tensor.layout is not x.layout:
         fail(TypeError, name, f"layout {x.layout}", tensor.layout)
 
 
-def check_residual(
-    x: Tensor, residual: Tensor | None, alpha: float, dtype: torch.dtype | None, x_name: str = "x"
-) -> None:
-    """Check the residual and its numbers. Without one, alpha and dtype must have their defaults: they would act on
-    nothing."""
-    if residual is not None:
-        check_like("residual", residual, x, x_name)
-        checked_dtype("residual_dtype", dtype, x.is_complex())
-    elif alpha != 1.0:
-        fail(ValueError, "residual_alpha", "1.0 without a residual", alpha)
-    elif dtype is not None:
-        fail(ValueError, "residual_dtype", "None without a residual", dtype)
-
-
 def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False) -> torch.dtype | None:
     """Check and return a floating dtype, or None; complex for complex x."""
     dtypes = COMPLEX_DTYPES if is_complex else DTYPES
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in dtypes):
-        fail(TypeError, name, f"None or a dtype of {_names(dtypes)}", shown(dtype))
+        fail(TypeError, name, f"None or a dtype of {named(dtypes)}", shown(dtype))
     return dtype
 
 
 def check_dtype_of_parameters(dtype: torch.dtype | None) -> None:
     """Check that dtype is None, or a dtype that weight may have."""
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in _ALL_DTYPES):
-        fail(TypeError, "dtype", f"None or a dtype of {_names(_ALL_DTYPES)}", shown(dtype))
-
-
-def check_rstd(rstd: Tensor, x: Tensor, n: int, dims: int | None) -> None:
-    """Check that rstd has x's device, the precision in which x is computed, and shape (M,), or where dims is given the
-    shape of the library ops."""
-    if not isinstance(rstd, Tensor):
-        fail(TypeError, "rstd", "a torch.Tensor", type(rstd).__name__)
-    if get_trace() is not None:
-        return outside_of_trace(check_rstd, rstd, x, n, dims)
-    shape = (x.numel() // n,) if dims is None else shape_of_rstd(x, dims)
-    if not are_equal(rstd.shape, shape):
-        fail(ValueError, "rstd", f"shape {shape}, one element per row of x", tuple(rstd.shape))
-    if rstd.dtype != compute_dtype(x.dtype):
-        fail(TypeError, "rstd", f"{compute_dtype(x.dtype)} for {x.dtype} x", rstd.dtype)
-    if rstd.device != x.device:
-        fail(ValueError, "rstd", f"the device of x, {x.device}", rstd.device)
-    if rstd.layout is not _STRIDED:
-        fail(TypeError, "rstd", f"layout {_STRIDED}", rstd.layout)
-
-
-def check_saved(
-    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, d_residual_out: Tensor | None, call: Call
-) -> None:
-    """Check that gradients match the outputs and that saved tensors are unchanged: hooks
-    (`torch.autograd.graph.saved_tensors_hooks`) or `tensor.data = ...` can change them."""
-    n, heads = call.spec.n, call.spec.heads
-    for name, gradient in (("dy", dy), ("d_residual_out", d_residual_out)):
-        if gradient is not None and gradient.layout is not _STRIDED:
-            fail(TypeError, name, f"layout {_STRIDED}", gradient.layout)
-    name = "x, as unpacked for the backward"
-    check_like(name, x, dy, "dy")
-    if x.dtype != call.dtype:
-        fail(TypeError, name, f"the dtype of the forward's, {call.dtype}", x.dtype)
-    if d_residual_out is not None:
-        check_like("d_residual_out", d_residual_out, x)
-    check_memory(x=x, weight=weight, rstd=rstd, dy=dy, d_residual_out=d_residual_out)
-    if weight is not None:
-        name = "weight, as unpacked for the backward"
-        if weight.numel() != n * max(1, heads) and not (weight.numel() == 0 == x.numel()):  # H = 0
-            fail(ValueError, name, f"{n * max(1, heads)} elements", tuple(weight.shape))
-        check_vector(name, weight, x, weight.shape)
-    m = x.numel() // n
-    found = rstd.shape, rstd.dtype, rstd.device, rstd.layout
-    if found != ((m,), compute_dtype(x.dtype), x.device, _STRIDED):
-        expected = f"shape ({m},), {compute_dtype(x.dtype)}, on {x.device}, {_STRIDED}"
-        got = f"{tuple(rstd.shape)}, {rstd.dtype}, on {rstd.device}, {rstd.layout}"
-        fail(ValueError, "rstd, as unpacked for the backward", expected, got)
-
-
-def _check_traced_shape(
-    x: Tensor, normalized_shape: int | Sequence[int], may_be_empty: bool
-) -> tuple[int, torch.Size]:
-    """Call `check_normalized_shape` with ints for sizes that were read in the trace, as x.shape[-1:]."""
-    if isinstance(normalized_shape, (tuple, list)):
-        normalized_shape = tuple(map(size_outside_of_trace, normalized_shape))
-    return check_normalized_shape(x, size_outside_of_trace(normalized_shape), may_be_empty)
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in ALL_DTYPES):
+        fail(TypeError, "dtype", f"None or a dtype of {named(ALL_DTYPES)}", shown(dtype))
 
 
 def size_outside_of_trace(size: Any) -> Any:
@@ -348,7 +206,7 @@ def shown(value: object) -> str:
     return repr(value) if is_shown else f"a {type(value).__name__} with tensors"
 
 
-def _names(dtypes: Sequence[torch.dtype]) -> str:
+def named(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
 
 

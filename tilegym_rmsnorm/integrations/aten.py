@@ -25,14 +25,15 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.library import Library
 
-from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.backends.registry import MOST_CHOICES, dispatch, request_of, why_unusable
-from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Spec, Wanted, shape_of_rstd
+from tilegym_rmsnorm.call.arithmetic import default_eps
+from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, are_aligned, is_plain
-from tilegym_rmsnorm.reference import default_eps
-from tilegym_rmsnorm.routes import kernels, known_calls
-from tilegym_rmsnorm.routes.op import bind_op_forward
+from tilegym_rmsnorm.ops.norm import kernels, reference
+from tilegym_rmsnorm.ops.norm.op import bind_op_forward
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, Spec, Wanted, shape_of_rstd
+from tilegym_rmsnorm.routes import known_calls
 from tilegym_rmsnorm.settings import KERNEL_BACKENDS, get_current_backend
 
 ATEN_FORWARD, ATEN_BACKWARD = "_fused_rms_norm", "_fused_rms_norm_backward"

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from tilegym_rmsnorm.backends.registry import request_of, why_unusable
+from tilegym_rmsnorm.call.arithmetic import compute_dtype, default_eps
 from tilegym_rmsnorm.call.options import checked_eps
-from tilegym_rmsnorm.call.spec import DW, DX
 from tilegym_rmsnorm.call.validation import DTYPES
-from tilegym_rmsnorm.reference import compute_dtype, default_eps
-from tilegym_rmsnorm.routes import op
+from tilegym_rmsnorm.ops.norm import op
+from tilegym_rmsnorm.ops.norm.spec import DW, DX
 from tilegym_rmsnorm.settings import BackendName, check_backend_name
 
 REPLACED = "tilegym_rmsnorm_replaced"  # key of gm.meta: how many nodes `replace_rmsnorm_pass` replaced

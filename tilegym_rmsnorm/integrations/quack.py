@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm import functional
-from tilegym_rmsnorm.call.spec import D_RESIDUAL, DB, DW, DX
 from tilegym_rmsnorm.call.validation import check_tensor, checked_dtype, checked_sizes_of_weight
 from tilegym_rmsnorm.nn import module
-from tilegym_rmsnorm.routes import op
+from tilegym_rmsnorm.ops.norm import op
+from tilegym_rmsnorm.ops.norm.spec import D_RESIDUAL, DB, DW, DX
 
 
 def rmsnorm(

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import functional
+from tilegym_rmsnorm.call.arithmetic import promoted
 from tilegym_rmsnorm.call.options import checked_bool, checked_eps, refuse_torch_jit_script
 from tilegym_rmsnorm.call.validation import check_input, checked_dtype, checked_sizes_of_weight
-from tilegym_rmsnorm.reference import promoted
 
 
 class RMSNorm(nn.Module):

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.spec import Spec, Wanted
-from tilegym_rmsnorm.reference import gradients_torch, rms_norm_forward_torch
+from tilegym_rmsnorm.ops.norm.reference import gradients_torch, rms_norm_forward_torch
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 CHUNK_ELEMENTS = 1 << 25  # of x per step in float64: bounds the check's memory to a few GB at any shape
 OUTPUTS = ("y", "rstd", "dx", "d_residual", "dw", "db")

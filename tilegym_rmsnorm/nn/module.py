@@ -26,7 +26,7 @@ from tilegym_rmsnorm.call.watched import is_traced
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.nn.configured import Norm, configured_class
 from tilegym_rmsnorm.nn.keywords import names_ours
-from tilegym_rmsnorm.routes.traced import norm_in_graph
+from tilegym_rmsnorm.ops.norm.op import norm_in_graph
 from tilegym_rmsnorm.settings import BackendName, check_backend_name
 
 

@@ -4,9 +4,9 @@
 """Choose the route of a call: a backend's kernels, a library op, or PyTorch's operations.
 
     KERNELS      a backend runs the call on plain tensors (call/tensors.py): eager calls, float64 by backend "torch"
-    OP           a library op replaces the call (op.py): in graphs, for DTensors, and under dispatch modes
-    OPERATIONS   PyTorch's differentiable operations compute the call (operations.py): in transforms, for tensors that
-                 neither takes, and with backend="torch" in place of OP
+    OP           a library op replaces the call (op.py of the op): in graphs, for DTensors, and under dispatch modes
+    OPERATIONS   PyTorch's differentiable operations compute the call (operations.py of the op): in transforms, for
+                 tensors that neither takes, and with backend="torch" in place of OP
     UNTRACED     torch.compile breaks its graph, and the call runs eagerly: a kernel was asked for by name, and no op
                  can replace the call
 
@@ -34,8 +34,7 @@ from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm.backends.registry import backward_of, implementations_of
 from tilegym_rmsnorm.call import watched
-from tilegym_rmsnorm.call.arguments import Checked
-from tilegym_rmsnorm.call.spec import Call
+from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import (
     PLAIN_TYPES,
     check_memory,

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.registry import is_settled
-from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, is_plain
 from tilegym_rmsnorm.call.watched import is_watched
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors
 
 # Without it, in a PyTorch to come, no call is known: slower, and right.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)

@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from tilegym_rmsnorm.call import watched
-from tilegym_rmsnorm.call.arguments import Checked
-from tilegym_rmsnorm.call.spec import Call
+from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import is_dtensor, is_plain
 from tilegym_rmsnorm.routes import choose, known_calls
 from tilegym_rmsnorm.routes.autograd import is_recorded

@@ -23,7 +23,9 @@ from tilegym_rmsnorm.backends.cutile.lookup import backward_launcher, forward_la
 from tilegym_rmsnorm.backends.cutile.lookup import plan_for as plan_for
 from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward
 from tilegym_rmsnorm.backends.registry import register_impl
-from tilegym_rmsnorm.call.rope_spec import (
+from tilegym_rmsnorm.ops.norm.reference import sum_of_rows
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.rope.spec import (
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -31,8 +33,6 @@ from tilegym_rmsnorm.call.rope_spec import (
     RopeTensors,
     RopeWanted,
 )
-from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
-from tilegym_rmsnorm.reference import sum_of_rows
 
 
 @register_impl("rms_norm_forward", "cutile")

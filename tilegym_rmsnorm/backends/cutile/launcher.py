@@ -17,7 +17,7 @@ from tilegym_rmsnorm.backends.cutile.forms import LARGEST_STRIDE
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine
-from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 
 OF_ROWS = ("y", "dx", "dy", "x", "rstd")  # arrays with M rows
 DTYPES = {"float32": torch.float32, "int32": torch.int32}

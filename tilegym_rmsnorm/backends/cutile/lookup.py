@@ -26,7 +26,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
-from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Spec, Wanted
 
 logger = logging.getLogger("tilegym_rmsnorm")
 

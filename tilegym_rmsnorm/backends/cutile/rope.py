@@ -35,7 +35,7 @@ from tilegym_rmsnorm.backends.cutile.plans.rope import (
 from tilegym_rmsnorm.backends.cutile.plans.rules import sum_of
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine, machine_of
-from tilegym_rmsnorm.call.rope_spec import (
+from tilegym_rmsnorm.ops.rope.spec import (
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,

@@ -24,7 +24,7 @@ from tilegym_rmsnorm.backends.cutile.launch import Launcher
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
-from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Spec, Wanted
 
 EPS = 1e-6
 PERIODS = 4  # times as many tiles of heads as blocks: `leads_to_warm`

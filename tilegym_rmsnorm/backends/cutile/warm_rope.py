@@ -22,7 +22,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES
 from tilegym_rmsnorm.backends.cutile.rope import problem_of, sms_of
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.backends.cutile.warm import Calls, empty, kind_of, warm
-from tilegym_rmsnorm.call.rope_spec import RopeBackwardTensors, RopeSpec, RopeTensors, RopeWanted
+from tilegym_rmsnorm.ops.rope.spec import RopeBackwardTensors, RopeSpec, RopeTensors, RopeWanted
 
 # Beside a long extent these make every kind of B * T for every kind of B and of T.
 SHORT = (1, 2, 3, 4, 8, 16)

@@ -40,7 +40,8 @@ from tilegym_rmsnorm.backends.triton.config import (
     rope_forward_config,
 )
 from tilegym_rmsnorm.backends.triton.rows import DIMENSIONS
-from tilegym_rmsnorm.call.rope_spec import (
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.rope.spec import (
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -48,7 +49,6 @@ from tilegym_rmsnorm.call.rope_spec import (
     RopeTensors,
     RopeWanted,
 )
-from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
+from tilegym_rmsnorm.call.arithmetic import promoted
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
 from tilegym_rmsnorm.integrations.huggingface.expressions import (
@@ -30,7 +31,6 @@ from tilegym_rmsnorm.integrations.huggingface.expressions import (
     expression_of,
     text_of,
 )
-from tilegym_rmsnorm.reference import promoted
 
 _HALF = (torch.float16, torch.bfloat16)
 

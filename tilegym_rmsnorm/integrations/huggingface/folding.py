@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.rope_spec import RopeRounding
 from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call
 from tilegym_rmsnorm.integrations.huggingface.norms import (
@@ -27,6 +26,7 @@ from tilegym_rmsnorm.integrations.huggingface.norms import (
 from tilegym_rmsnorm.integrations.huggingface.receivers import Receivers
 from tilegym_rmsnorm.integrations.huggingface.rotary import Rotary
 from tilegym_rmsnorm.integrations.huggingface.strides import in_order
+from tilegym_rmsnorm.ops.rope.spec import RopeRounding
 from tilegym_rmsnorm.rope import qk_norm_rope
 
 _OTHER_ROUNDINGS = "no one call rounds q and k as the norms and the rotary embedding do"

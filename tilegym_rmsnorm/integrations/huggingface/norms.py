@@ -24,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
+from tilegym_rmsnorm.call.arithmetic import promoted
 from tilegym_rmsnorm.call.options import refuse_torch_jit_script
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, OfPlainType
 from tilegym_rmsnorm.call.watched import outside_of_trace
@@ -34,8 +35,7 @@ from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.integrations.huggingface.strides import in_order, order_in_memory
 from tilegym_rmsnorm.nn.configured import reduce_instance
 from tilegym_rmsnorm.nn.module import RMSNorm
-from tilegym_rmsnorm.reference import promoted
-from tilegym_rmsnorm.routes.traced import norm_in_graph
+from tilegym_rmsnorm.ops.norm.op import norm_in_graph
 
 
 class PatchedType(type):

@@ -17,9 +17,9 @@ from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, Bucket, form_named
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
-from tilegym_rmsnorm.call.spec import Spec, Wanted
 from tilegym_rmsnorm.measure import accuracy
-from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch, residual_sum
+from tilegym_rmsnorm.ops.norm.reference import compute_rms_norm_rstd_torch, residual_sum
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 EPS = 1e-6
 ALPHA = 0.5  # where a call has one: its products are exact, so that a fused multiply-add rounds alike

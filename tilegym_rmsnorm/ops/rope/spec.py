@@ -13,16 +13,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.spec import Facts, dtype_of
+from tilegym_rmsnorm.call.spec import Facts, Maybe, dtype_of
 
 RopeRounding = Literal["end", "norm", "each"]  # see `qk_norm_rope`
-_Maybe = Tensor | None
 # q, k, q_weight, k_weight, cos, sin, positions
-RopeTensors = tuple[Tensor, _Maybe, _Maybe, _Maybe, Tensor, Tensor, _Maybe]
+RopeTensors = tuple[Tensor, Maybe, Maybe, Maybe, Tensor, Tensor, Maybe]
 # dq_out, dk_out, and the forward's
-RopeBackwardTensors = tuple[Tensor, _Maybe, Tensor, _Maybe, _Maybe, _Maybe, Tensor, Tensor, _Maybe]
-RopeOutputs = tuple[Tensor, _Maybe]  # q_out, k_out
-RopeGradients = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # dq, dk, dq_weight, dk_weight
+RopeBackwardTensors = tuple[Tensor, Maybe, Tensor, Maybe, Maybe, Maybe, Tensor, Tensor, Maybe]
+RopeOutputs = tuple[Tensor, Maybe]  # q_out, k_out
+RopeGradients = tuple[Tensor, Maybe, Maybe, Maybe]  # dq, dk, dq_weight, dk_weight
 
 
 ROPE_OPS = "qk_norm_rope_forward", "qk_norm_rope_backward"  # as the registry names a backend's functions

@@ -3,8 +3,8 @@
 
 """Run a checked call of `qk_norm_rope` on a backend, or by PyTorch's operations. Nothing is checked or recorded here.
 
-Tensors are in the order of call/rope_spec.py, heads (B, T, H, D) or (T, H, D). `bind_rope` and `bind_rope_backward`
-decide all that shapes, strides and dtypes decide, as kernels.py does.
+Tensors are in the order of ops/rope/spec.py, heads (B, T, H, D) or (T, H, D). `bind_rope` and `bind_rope_backward`
+decide all that shapes, strides and dtypes decide, as ops/norm/kernels.py does.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.contract import bound
 from tilegym_rmsnorm.backends.layout import View, in_shape_of, packed, viewed
 from tilegym_rmsnorm.backends.rope_layout import rope_views
-from tilegym_rmsnorm.call.arguments import Checked
-from tilegym_rmsnorm.call.rope import names_of
-from tilegym_rmsnorm.call.rope_spec import RopeGradients, RopeOutputs, RopeSpec, RopeWanted
-from tilegym_rmsnorm.call.spec import Call
+from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import check_memory
-from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
+from tilegym_rmsnorm.ops.rope.checks import names_of
+from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
+from tilegym_rmsnorm.ops.rope.spec import RopeGradients, RopeOutputs, RopeSpec, RopeWanted
 from tilegym_rmsnorm.routes import known_calls
-from tilegym_rmsnorm.routes.kernels import unseen
+from tilegym_rmsnorm.routes.calls import unseen
 
 RunRope = Callable[[tuple[Any, ...]], Any]
 

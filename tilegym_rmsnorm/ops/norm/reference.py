@@ -18,71 +18,33 @@ casting="llama" xhat is also rounded, to the dtype of the normalized tensor, bef
 and by dy in dw. dx ignores that rounding. Without a weight the factor is 1, whatever the offset.
 
 Every function takes any device and any leading dimensions (M is their product), and is differentiable. The functions
-check no arguments: call/arguments.py does, before they are called.
+check no arguments: ops/norm/checks.py does, before they are called.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.spec import (
-    BackwardTensors,
-    ForwardTensors,
-    Gradients,
-    Outputs,
-    Spec,
-    Wanted,
-    dtype_of,
+from tilegym_rmsnorm.call.arithmetic import (
+    _last,
+    _rstd,
+    compute_dtype,
+    default_eps,
+    joint_dtype,
+    round_xhat,
+    rounded_value,
+    rstd_torch,
 )
-from tilegym_rmsnorm.call.watched import counts_without_grad, is_compiled, is_translated
-
-
-def default_eps(dtype: torch.dtype) -> float:
-    """Return the eps for eps=None: the machine epsilon of the dtype of computation, as in `F.rms_norm`."""
-    is_wide = dtype.itemsize == (16 if dtype.is_complex else 8)
-    return 2.0**-52 if is_wide else 2.0**-23  # torch.finfo would be three more guards of Dynamo
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of `dtype` are computed."""
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-
-
-def joint_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """Return the dtype in which these tensors are computed together: that of the widest, complex if any is complex."""
-    dtype = torch.float32
-    for tensor in tensors:
-        if tensor is not None:
-            dtype = promoted(dtype, tensor.dtype)
-    return dtype
-
-
-def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return `torch.promote_types` of two floating or complex dtypes.
-
-    It compares dtypes: torch.export would record a call of torch.promote_types as a node that cannot run, and in
-    torch.compiler.nested_compile_region Dynamo cannot guard on a dictionary that has dtypes as keys.
-    """
-    if dtype == other:
-        return dtype
-    is_wide = torch.float64 in (compute_dtype(dtype), compute_dtype(other))
-    if dtype.is_complex or other.is_complex:
-        return torch.complex128 if is_wide else torch.complex64
-    return torch.float64 if is_wide else torch.float32
+from tilegym_rmsnorm.call.spec import dtype_of
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
     """Compute 1 / sqrt(mean of x^2 over the last dimension + eps), shape (M,), float32 (float64 for float64 x)."""
     return rstd_torch(x, eps, 1).reshape(-1)
-
-
-def rstd_torch(x: Tensor, eps: float | None, dims: int) -> Tensor:
-    """Compute rstd over the last `dims` dimensions, with an extent of 1 for each of them."""
-    return _rstd(x.to(compute_dtype(x.dtype)), eps, dims)
 
 
 def residual_sum(x: Tensor, residual: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
@@ -139,11 +101,6 @@ def wide_sum(x: Tensor, residual: Tensor, alpha: float) -> Tensor:
     return (x if alpha == 1.0 else alpha * x) + residual
 
 
-def _rstd(wide: Tensor, eps: float | None, dims: int) -> Tensor:
-    mean_square = wide.square().mean(dim=_last(dims), keepdim=True)
-    return torch.rsqrt(mean_square + (default_eps(wide.dtype) if eps is None else eps))
-
-
 def rms_norm_backward_torch(
     x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float = 0.0, casting: str = "once"
 ) -> tuple[Tensor, Tensor | None]:
@@ -191,31 +148,3 @@ def sum_of_rows(dy: Tensor, shape: tuple[int, ...], computed: torch.dtype, dtype
     contiguous first: AOTAutograd makes the gradients of a graph contiguous, and the order of a sum follows strides."""
     dy = dy.contiguous()[None]  # so that sum() never gets an empty tuple, which means all dimensions
     return dy.sum(tuple(range(dy.ndim - len(shape))), dtype=computed).to(dtype)
-
-
-def _last(dims: int) -> tuple[int, ...]:
-    return tuple(range(-dims, 0))
-
-
-def round_xhat(xhat: Tensor, dtype: torch.dtype, casting: str) -> Tensor:
-    """Round xhat to `dtype` (x's) with casting="llama", but keep its own dtype. Gradients ignore the rounding."""
-    return rounded_value(xhat, dtype) if casting == "llama" else xhat
-
-
-def rounded_value(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round `value` to `dtype` but keep its own dtype. Gradients ignore the rounding."""
-    if dtype == value.dtype:
-        return value
-    if is_translated():  # other runtimes have neither these gradients nor views of bits
-        return value.to(dtype).to(value.dtype)
-    fixed = value.detach()
-    rounded = fixed.to(dtype)
-    if dtype.itemsize == 2 and is_compiled():
-        # torch.compile drops a rounding before a widening, through views too, but not through arithmetic on its bits.
-        rounded = (~~rounded.view(torch.int16)).view(dtype)
-    rounded = rounded.to(value.dtype)
-    if not (torch.is_grad_enabled() or counts_without_grad()):
-        return rounded
-    # Difference and sum are exact. PyTorch's gradient of a cast is rounded too, and can overflow. The difference of two
-    # infinities is NaN, hence 0; a value that rounds to an infinity stays infinite.
-    return value + (rounded - fixed).nan_to_num(0.0, math.inf, -math.inf)

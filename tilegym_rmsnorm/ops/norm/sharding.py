@@ -17,8 +17,8 @@ import functools
 import warnings
 from typing import Any
 
-from tilegym_rmsnorm.call.spec import D_RESIDUAL, DB, DW, DX
 from tilegym_rmsnorm.call.tensors import splits_rows
+from tilegym_rmsnorm.ops.norm.spec import D_RESIDUAL, DB, DW, DX
 
 # Placements of an op's results, and of its arguments, on one dimension of a mesh; None for an argument that is no
 # tensor.

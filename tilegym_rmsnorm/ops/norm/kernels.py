@@ -9,22 +9,18 @@ decide all that shapes, strides and dtypes decide: known calls (known_calls.py) 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.contract import bound
 from tilegym_rmsnorm.backends.layout import View, in_shape_of, view_of_vector, viewed, views_of
-from tilegym_rmsnorm.backends.registry import is_reference
-from tilegym_rmsnorm.call.arguments import Checked
-from tilegym_rmsnorm.call.spec import BackwardTensors, Call, ForwardTensors, Gradients, Outputs, Spec, Wanted
-from tilegym_rmsnorm.call.watched import count_modes, without_modes
-from tilegym_rmsnorm.reference import compute_dtype
+from tilegym_rmsnorm.call.arithmetic import compute_dtype
+from tilegym_rmsnorm.call.spec import Call, Checked
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.routes.calls import unseen
 
-_NOTHING_HIDDEN = contextlib.nullcontext()
 RunForward = Callable[[ForwardTensors], Outputs]
 RunBackward = Callable[[BackwardTensors], Gradients]
 
@@ -124,15 +120,6 @@ def with_flat_rstd(tensors: BackwardTensors) -> BackwardTensors:
     if rstd.ndim != 1 or not rstd.is_contiguous():
         rstd = rstd.view(-1) if rstd.is_contiguous() else rstd.reshape(-1).contiguous()
     return x, dy, weight, rstd, d_residual_out
-
-
-def unseen(function: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
-    """Return a block that hides dispatch modes while a kernel runs: a mode could wrap or replace the memory that the
-    kernel is about to fill. `run_forward` and `run_backward` are called in it. The reference is PyTorch's operations,
-    which a mode may count, save or replace: for it modes stay."""
-    if count_modes() == 0 or is_reference(function):
-        return _NOTHING_HIDDEN
-    return without_modes()
 
 
 def _outputs_of_no_rows(x: Tensor, spec: Spec) -> Outputs:

@@ -11,7 +11,7 @@ are not wanted, and residual_out without a residual, are None, as AOTInductor ac
 But dx that is not wanted is a tensor without elements: if the first result is no `Tensor`, DTensor's engine wraps none
 of the results. integrations/fx.py and quack.py write the arguments out in this order.
 
-library_op.py defines both ops, op_sharding.py has their placements.
+library_op.py defines both ops, sharding.py has their placements.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.call import arguments
-from tilegym_rmsnorm.call.spec import (
+from tilegym_rmsnorm.call.arithmetic import compute_dtype, default_eps
+from tilegym_rmsnorm.call.spec import Call, dtype_of
+from tilegym_rmsnorm.call.tensors import check_memory, savable
+from tilegym_rmsnorm.call.validation import are_equal_in_graph, checked_dtype
+from tilegym_rmsnorm.ops.norm import checks, kernels, operations, reference, sharding
+from tilegym_rmsnorm.ops.norm.checks import check_weight, filled_in, last_dims
+from tilegym_rmsnorm.ops.norm.spec import (
     D_RESIDUAL,
     DB,
     DW,
     DX,
     BackwardTensors,
-    Call,
     ForwardTensors,
     Gradients,
     Outputs,
@@ -40,17 +43,14 @@ from tilegym_rmsnorm.call.spec import (
     Wanted,
     WantedGradients,
     as_needed,
-    dtype_of,
     shape_of_rstd,
     wanted_of,
 )
-from tilegym_rmsnorm.call.tensors import check_memory, savable
-from tilegym_rmsnorm.call.validation import check_weight, checked_dtype, last_dims
-from tilegym_rmsnorm.reference import compute_dtype
-from tilegym_rmsnorm.routes import choose, kernels, known_calls, library_op, op_sharding, operations
+from tilegym_rmsnorm.routes import choose, known_calls, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options
-from tilegym_rmsnorm.settings import check_backend_name
+from tilegym_rmsnorm.routes.traced import is_usual
+from tilegym_rmsnorm.settings import check_backend_name, traced_backends
 
 SCHEMAS = {
     "rms_norm_forward": (
@@ -115,7 +115,7 @@ def _check_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *
     dims, *numbers, backend = options
     names = "eps", "offset", "casting", "residual_alpha", "residual_dtype", "out_dtype"
     named = dict(zip(names, numbers, strict=True))
-    checked = arguments.checked_forward(x, (), weight, bias, residual, **named, dims=dims)
+    checked = checks.checked_forward(x, (), weight, bias, residual, **named, dims=dims)
     check_backend_name(backend)
     return CheckedCall(checked, backend, own=dims)
 
@@ -128,7 +128,7 @@ def _check_backward(
     write it."""
     bits, dims, offset, casting, alpha, *dtypes, backend = options
     given = x, dy, weight, rstd, d_residual_out
-    checked = arguments.checked_backward(*given, offset=offset, casting=casting, alpha=alpha, dims=dims)
+    checked = checks.checked_backward(*given, offset=offset, casting=casting, alpha=alpha, dims=dims)
     if not 0 <= bits <= DX + DW + DB + D_RESIDUAL:
         raise ValueError(f"wanted: expected 0 to {DX + DW + DB + D_RESIDUAL}, got {bits}")
     dx, d_residual, dw, db = (checked_dtype("a gradient's dtype", dtype) for dtype in dtypes)
@@ -360,7 +360,7 @@ FORWARD = library_op.define(
         ),
         for_fakes=_outputs_for_fakes,
         by_operations=_outputs_by_operations,
-        rules=op_sharding.rules_of_forward,
+        rules=sharding.rules_of_forward,
         record=_record_forward,
         map=_map_forward,
     )
@@ -379,6 +379,62 @@ BACKWARD = library_op.define(
         bind=_bind_backward,
         for_fakes=_gradients_for_fakes,
         by_operations=_gradients_by_operations,
-        rules=op_sharding.rules_of_backward,
+        rules=sharding.rules_of_backward,
     )
 )
+
+
+def norm_in_graph(
+    tensors: tuple[Any, ...],
+    normalized_shape: Any,
+    eps: Any,
+    others: tuple[Any, ...],
+    backend: Any,
+    follows_autocast: bool,
+) -> Any:
+    """Call the forward op for a usual call of `rms_norm`: what that returns. others: `known_calls.OTHERS`.
+    follows_autocast: as F.rms_norm does."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    x, weight, bias, residual = tensors
+    offset, alpha, residual_dtype, out_dtype, casting = others
+    if backend is None and traced_backends:
+        backend = traced_backends[-1]
+    if not is_usual(tensors, (alpha, offset, eps), casting, backend):
+        return None
+    if isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    elif not isinstance(normalized_shape, tuple) and not isinstance(normalized_shape, list):
+        return None
+    dims = len(normalized_shape)
+    shape = x.shape[-dims:]
+    if not 0 < dims <= x.ndim or not are_equal_in_graph(normalized_shape, shape):
+        return None
+    for size in normalized_shape:
+        if not isinstance(size, int) or size is True or guard_or_false(size == 0):
+            return None
+    like = bias if weight is None else weight
+    for vector in (weight, bias):
+        if vector is not None and (
+            not dims <= vector.ndim <= dims + 1
+            or vector.ndim != like.ndim
+            or not are_equal_in_graph(vector.shape, x.shape[-vector.ndim :])
+        ):
+            return None
+    for dtype in (residual_dtype, out_dtype):
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        ):
+            return None
+    if residual is None:
+        if alpha != 1.0 or residual_dtype is not None:
+            return None
+    elif not are_equal_in_graph(residual.shape, x.shape):
+        return None
+    given = *tensors, casting, residual_dtype, out_dtype, follows_autocast
+    tensors, (casting, residual_dtype, out_dtype) = filled_in(*given)
+    x, weight, bias, residual = tensors
+    eps = default_eps(residual_dtype or x.dtype) if eps is None else eps
+    numbers = dims, eps, offset, casting, alpha, residual_dtype, out_dtype
+    y, _, residual_out = FORWARD(x, residual, weight, bias, *numbers, backend)
+    return y if residual is None else (y, residual_out)

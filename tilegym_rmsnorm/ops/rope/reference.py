@@ -11,7 +11,7 @@ its position (a table of R / 2 columns stands for one whose halves, or pairs, ar
     y_i = n_i c_i - n_j s_i     y_j = n_j c_j + n_i s_j     for each pair (i, j);     y = n from element R on
 
 The pairs are (i, i + R / 2), or with `interleaved` (2i, 2i + 1). The gradient of n is the adjoint, right whatever the
-tables hold; behind it the gradients are those of RMSNorm (reference.py), with rstd computed again:
+tables hold; behind it the gradients are those of RMSNorm (ops/norm/reference.py), with rstd computed again:
 
     dn_i = dy_i c_i + dy_j s_j     dn_j = dy_j c_j - dy_i s_i     g = dn * (w + o)
     dx = (g - xhat * mean_j(xhat * g)) * rstd                       dw = sum over heads and positions of dn * xhat
@@ -21,7 +21,7 @@ xhat too. rope_rounding="norm" rounds n, to x's dtype; "each" n, both products a
 roundings, but dw has xhat as it was multiplied.
 
 q and k have four dimensions. Every function takes any device, and is differentiable. The functions check no arguments:
-call/rope.py does, before they are called.
+ops/rope/checks.py does, before they are called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.rope_spec import (
+from tilegym_rmsnorm.call.arithmetic import joint_dtype, round_xhat, rounded_value, rstd_torch
+from tilegym_rmsnorm.call.watched import outside_of_trace
+from tilegym_rmsnorm.ops.rope.spec import (
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -39,8 +41,6 @@ from tilegym_rmsnorm.call.rope_spec import (
     RopeTensors,
     RopeWanted,
 )
-from tilegym_rmsnorm.call.watched import outside_of_trace
-from tilegym_rmsnorm.reference import joint_dtype, round_xhat, rounded_value, rstd_torch
 
 
 class Tables(NamedTuple):

@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 
-from tilegym_rmsnorm.call.rope import checked_rope_backward
-from tilegym_rmsnorm.call.rope_spec import ROPE_OPTIONS, RopeGradients, RopeSpec, RopeWanted
 from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.watched import is_traced
-from tilegym_rmsnorm.routes import choose, known_calls, rope_op
-from tilegym_rmsnorm.routes.autograd import apply_of, is_recorded
-from tilegym_rmsnorm.routes.known_calls import KnownCalls
-from tilegym_rmsnorm.routes.rope_kernels import (
+from tilegym_rmsnorm.ops.rope import op
+from tilegym_rmsnorm.ops.rope.checks import checked_rope_backward
+from tilegym_rmsnorm.ops.rope.kernels import (
     RunRope,
     bind_rope,
     bind_rope_backward,
@@ -29,7 +26,11 @@ from tilegym_rmsnorm.routes.rope_kernels import (
     rope_gradients_by_operations,
     run_rope_backward,
 )
-from tilegym_rmsnorm.routes.rope_op import RopeFunction, call_rope_backward
+from tilegym_rmsnorm.ops.rope.op import RopeFunction, call_rope_backward
+from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS, RopeGradients, RopeSpec, RopeWanted
+from tilegym_rmsnorm.routes import choose, known_calls
+from tilegym_rmsnorm.routes.autograd import apply_of, is_recorded
+from tilegym_rmsnorm.routes.known_calls import KnownCalls
 
 _is_in_inference_mode = torch.is_inference_mode_enabled  # in that mode enable_grad() records nothing
 _record = apply_of(RopeFunction)
@@ -41,7 +42,7 @@ def bind_eager(tensors: tuple[Any, ...], call: Call) -> RunRope:
     run = bind_rope(tensors, call)
     if not is_recorded(*tensors[:4]) or _is_in_inference_mode():
         return run
-    recording = rope_op.recording(run, functools.partial(_gradients, call, KnownCalls()))
+    recording = op.recording(run, functools.partial(_gradients, call, KnownCalls()))
     return lambda tensors: _record(recording, *tensors)
 
 

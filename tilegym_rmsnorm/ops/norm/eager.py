@@ -17,22 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call import arguments
-from tilegym_rmsnorm.call.spec import (
+from tilegym_rmsnorm.call.spec import Call, dtype_of
+from tilegym_rmsnorm.call.tensors import is_plain
+from tilegym_rmsnorm.call.watched import is_traced, is_watched
+from tilegym_rmsnorm.ops.norm import checks, kernels, op, operations
+from tilegym_rmsnorm.ops.norm.spec import (
     BackwardTensors,
-    Call,
     ForwardTensors,
     Outputs,
     Wanted,
     WantedGradients,
     as_needed,
-    dtype_of,
     shape_of_rstd,
     wanted_of,
 )
-from tilegym_rmsnorm.call.tensors import is_plain
-from tilegym_rmsnorm.call.watched import is_traced, is_watched
-from tilegym_rmsnorm.routes import choose, kernels, known_calls, op, operations
+from tilegym_rmsnorm.routes import choose, known_calls
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, apply_of, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls
 
@@ -140,7 +139,7 @@ def gradients(
     """
     if wanted.dx is not None and not torch.is_grad_enabled() and not is_watched() and _fit(tensors, call):
         return kernels.run_backward(tensors, call, wanted)
-    checked = arguments.checked_saved(tensors, call, wanted)
+    checked = checks.checked_saved(tensors, call, wanted)
     route = choose.route_of(checked, call.backend, wanted, is_by_autograd=True)
     if route.name == choose.KERNELS:
         return kernels.backward(checked, route.call, wanted)

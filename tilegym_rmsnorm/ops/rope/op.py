@@ -3,9 +3,9 @@
 
 """Describe the two library ops of `qk_norm_rope`, forward and backward, and call them.
 
-As op.py does for the norm. q and k have three or four dimensions; cos, sin and position_ids are as the caller gave
-them. The backward computes dq and dk always, and the gradients of weights where `wanted` has their bits. Nothing is
-saved but what the forward was given.
+As ops/norm/op.py does for the norm. q and k have three or four dimensions; cos, sin and position_ids are as the caller
+gave them. The backward computes dq and dk always, and the gradients of weights where `wanted` has their bits. Nothing
+is saved but what the forward was given.
 
 DTensors: q and k may be sharded in all dimensions but the last, both alike. Sharded by heads, weights (D,) are
 replicated and per-head weights sharded; cos and sin are sharded along the sequence as q is.
@@ -21,16 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.rope import ROUNDINGS, check_tables, checked_rope, checked_rope_backward
-from tilegym_rmsnorm.call.rope_spec import ROPE_OPS, ROPE_OPTIONS, RopeGradients, RopeOutputs, RopeWanted
+from tilegym_rmsnorm.call.arithmetic import default_eps
 from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import OfPlainType, savable
 from tilegym_rmsnorm.call.validation import are_equal_in_graph
-from tilegym_rmsnorm.reference import default_eps
-from tilegym_rmsnorm.routes import choose, known_calls, library_op
-from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
-from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, Tensors
-from tilegym_rmsnorm.routes.rope_kernels import (
+from tilegym_rmsnorm.ops.rope.checks import ROUNDINGS, check_tables, checked_rope, checked_rope_backward
+from tilegym_rmsnorm.ops.rope.kernels import (
     bind_rope,
     bind_rope_backward,
     known_call,
@@ -39,6 +35,10 @@ from tilegym_rmsnorm.routes.rope_kernels import (
     run_rope,
     run_rope_backward,
 )
+from tilegym_rmsnorm.ops.rope.spec import ROPE_OPS, ROPE_OPTIONS, RopeGradients, RopeOutputs, RopeWanted
+from tilegym_rmsnorm.routes import choose, known_calls, library_op
+from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
+from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, Tensors
 from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
 
@@ -246,7 +246,8 @@ BACKWARD = library_op.define(
 
 
 def rope_in_graph(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> Any:
-    """Call the forward op for a usual call of `qk_norm_rope`, as traced.py: q_out and k_out. others: `ROPE_OPTIONS`."""
+    """Call the forward op for a usual call of `qk_norm_rope`, as routes/traced.py says: q_out and k_out. others:
+    `ROPE_OPTIONS`."""
     q, k, q_weight, k_weight, cos, sin, positions = tensors
     eps, offset, rotary_dim, interleaved, casting, rounding = others
     if backend is None and traced_backends:

@@ -17,19 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.call.spec import BackwardTensors, Call, ForwardTensors, Gradients, Spec, Wanted
+from tilegym_rmsnorm.call.arithmetic import compute_dtype, joint_dtype, promoted, round_xhat, rounded_value
+from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import check_memory, has_own_operations, splits_rows
 from tilegym_rmsnorm.call.validation import is_known
 from tilegym_rmsnorm.call.watched import is_symbol, is_transformed, makes_graph
-from tilegym_rmsnorm.reference import (
-    compute_dtype,
-    joint_dtype,
-    promoted,
-    round_xhat,
-    rounded_value,
-    wide_sum,
-)
+from tilegym_rmsnorm.ops.norm import reference
+from tilegym_rmsnorm.ops.norm.reference import wide_sum
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Spec, Wanted
 
 
 def norm_by_operations(

@@ -3,8 +3,8 @@
 
 """Check all arguments of a forward or a backward of `qk_norm_rope`: for the public functions and the library ops.
 
-As arguments.py: tensors are made plain first where possible, and nothing is allocated or launched before all checks
-have passed.
+As ops/norm/checks.py: tensors are made plain first where possible, and nothing is allocated or launched before all
+checks have passed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.arguments import Checked
+from tilegym_rmsnorm.call.arithmetic import default_eps
 from tilegym_rmsnorm.call.options import (
     check_casting,
     check_one_of,
@@ -23,15 +23,7 @@ from tilegym_rmsnorm.call.options import (
     checked_int,
     checked_number,
 )
-from tilegym_rmsnorm.call.rope_hints import (
-    hints_for_columns,
-    hints_for_k,
-    hints_for_rows,
-    hints_for_table,
-    hints_to_split,
-    joined,
-)
-from tilegym_rmsnorm.call.rope_spec import RopeRounding, RopeSpec
+from tilegym_rmsnorm.call.spec import Checked
 from tilegym_rmsnorm.call.tensors import is_dtensor, made_plain
 from tilegym_rmsnorm.call.validation import (
     are_equal,
@@ -44,7 +36,15 @@ from tilegym_rmsnorm.call.validation import (
     spans,
 )
 from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
-from tilegym_rmsnorm.reference import default_eps
+from tilegym_rmsnorm.ops.rope.hints import (
+    hints_for_columns,
+    hints_for_k,
+    hints_for_rows,
+    hints_for_table,
+    hints_to_split,
+    joined,
+)
+from tilegym_rmsnorm.ops.rope.spec import RopeRounding, RopeSpec
 
 ROUNDINGS = get_args(RopeRounding)
 POSITION_DTYPES = torch.int64, torch.int32
