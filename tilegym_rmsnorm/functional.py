@@ -18,13 +18,13 @@ from torch.overrides import handle_torch_function
 from tilegym_rmsnorm.call.options import checked_bool, checked_eps, refuse_torch_jit_script
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.tensors import check_memory
-from tilegym_rmsnorm.call.validation import check_input, checked_dtype
+from tilegym_rmsnorm.call.validation import check_input, check_normalized_shape, checked_dtype
 from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
-from tilegym_rmsnorm.ops.norm import checks, eager, kernels, op, operations, reference
-from tilegym_rmsnorm.ops.norm.checks import check_normalized_shape
+from tilegym_rmsnorm.ops.norm import checks, eager, op, operations, passes, reference
 from tilegym_rmsnorm.ops.norm.op import norm_in_graph
+from tilegym_rmsnorm.ops.norm.passes import KNOWN, OTHERS, norm_call
 from tilegym_rmsnorm.ops.norm.spec import Wanted, shape_of_rstd
-from tilegym_rmsnorm.routes import known_calls
+from tilegym_rmsnorm.routes.calls import run_and_remember
 from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
 from tilegym_rmsnorm.settings import BackendName
 
@@ -136,7 +136,7 @@ def rms_norm(
         if result is not None:
             return result
     else:
-        known = known_calls.NORM.find(known_calls.norm_call(tensors, normalized_shape, eps, others, backend))
+        known = KNOWN.find(norm_call(tensors, normalized_shape, eps, others, backend))
         if known is not None:
             return known(tensors)
     options: dict[str, Any] = {"bias": bias, "offset": offset, "residual": residual}
@@ -178,17 +178,15 @@ def _checked_rms_norm(
         return y if residual_out is None else (y, residual_out)
     if route.name == OPERATIONS:
         return operations.norm_by_operations(tensors, shape, spec)
-    given, known_call = (input, weight, bias, residual), None
-    if known_calls.may_remember(given, tensors, route.call.forward):
-        others = tuple(options[name] for name in known_calls.OTHERS)
-        known_call = known_calls.norm_call(given, normalized_shape, eps, others, backend)
-    if known_call is None:
-        with kernels.unseen(route.call.forward):
-            return eager.run_or_record(tensors, route.call)
-    run = eager.bind(tensors, route.call)
-    result = run(tensors)
-    known_calls.NORM.remember(known_call, lambda: run)
-    return result
+    given, others = (input, weight, bias, residual), tuple(options[name] for name in OTHERS)
+    return run_and_remember(
+        KNOWN,
+        lambda: norm_call(given, normalized_shape, eps, others, backend),
+        given,
+        tensors,
+        route.call.forward,
+        lambda is_kept: eager.bind(tensors, route.call, is_kept),
+    )
 
 
 @overload
@@ -278,7 +276,7 @@ def rms_norm_forward(
         options |= {"bias": bias, "residual": residual, "backend": route.call.backend}
         return _untraced_forward(x, weight, **options)
     if route.name == KERNELS:
-        y, rstd, residual_out = kernels.forward(checked, route.call)
+        y, rstd, residual_out = passes.forward(checked, route.call)
     elif route.name == OP:
         y, rstd, residual_out = op.call_forward(_detached(checked.tensors), 1, route.call)
     else:
@@ -370,7 +368,7 @@ def rms_norm_backward(
         options |= {"dw_dtype": dw_dtype, "needs_db": needs_db, "backend": route.call.backend}
         return _untraced_backward(x, dy, weight, rstd, **options)
     if route.name == KERNELS:
-        dx, _, dw, db = kernels.backward(checked, route.call, wanted)
+        dx, _, dw, db = passes.backward(checked, route.call, wanted)
     elif route.name == OP:
         x, dy, weight, rstd, d_residual_out = _detached(checked.tensors)
         given = x, dy, weight, rstd.reshape(shape_of_rstd(x, 1)), d_residual_out

@@ -38,11 +38,11 @@ from bench.measure.shapes import DTYPES
 from bench.providers.ours import EPS
 from tilegym_rmsnorm import rms_norm, rms_norm_forward, settings
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.backends.contract import bound
+from tilegym_rmsnorm.backends.layout import bound
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.measure.timer import host_sampler, wall_sampler
+from tilegym_rmsnorm.ops.norm.passes import KNOWN, norm_call
 from tilegym_rmsnorm.ops.norm.spec import NORM_OPS, Spec, Wanted
-from tilegym_rmsnorm.routes import known_calls
 
 OTHER_WIDTH = 96  # what a process compiles before its first call is timed, so that nothing else is new to it
 
@@ -148,7 +148,7 @@ def print_slices(size: tuple[int, int], request: registry.Request, arguments: ar
     bound_backward = bound(backward, spec, to_backward, Wanted(dtype, dw=dtype))
 
     def find():
-        return known_calls.NORM.find(known_calls.norm_call(tensors, (n,), EPS, others, arguments.backend))
+        return KNOWN.find(norm_call(tensors, (n,), EPS, others, arguments.backend))
 
     def run_forward():
         return bound_forward(tensors)

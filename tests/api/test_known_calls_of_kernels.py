@@ -15,7 +15,8 @@ from helpers import BF16, DEVICE, FP32
 from known_calls import rows
 
 from tilegym_rmsnorm import RMSNorm, override_aten, rms_norm, use_backend
-from tilegym_rmsnorm.ops.norm import eager
+from tilegym_rmsnorm.integrations import aten as overrides
+from tilegym_rmsnorm.ops.norm import eager, passes
 from tilegym_rmsnorm.routes import known_calls
 
 pytestmark = pytest.mark.usefixtures("known_kernels")
@@ -173,7 +174,7 @@ def test_the_override_of_aten(checks):
     aten = torch.ops.aten
     with use_backend("cutile"), override_aten(DEVICE.type) as override:
         first, *others = step(), step(), step()
-        assert known_calls.ATEN_FORWARD._kinds and known_calls.ATEN_BACKWARD._kinds
+        assert overrides._FORWARDS._kinds and overrides._BACKWARDS._kinds
         assert all(all(map(torch.equal, first, each)) for each in others)
         assert override.stats["_fused_rms_norm"] == override.stats["_fused_rms_norm_backward"] == {"taken": 3}
         y, rstd = aten._fused_rms_norm(x.detach(), [N], w.detach(), 1e-5)
@@ -198,7 +199,7 @@ def test_no_tensor_is_kept(quick_gc):
             del tensors, results
             gc.collect()
             assert not [each for each in references if each() is not None]
-    assert known_calls.NORM._kinds
+    assert passes.KNOWN._kinds
 
 
 def test_no_more_calls_are_kept_than_fit(monkeypatch):
@@ -206,10 +207,10 @@ def test_no_more_calls_are_kept_than_fit(monkeypatch):
     module = RMSNorm(N, device=DEVICE, dtype=BF16, backend="cutile")
     for m in range(1, 12):
         module(rows(m, N))
-    assert len(known_calls.NORM._kinds) <= 5
+    assert len(passes.KNOWN._kinds) <= 5
     for stride in range(N, N + 40, 4):  # the same key
         module(rows(4, stride)[:, :N])
-    assert all(len(kinds) <= known_calls.MOST_KINDS for kinds in known_calls.NORM._kinds.values())
+    assert all(len(kinds) <= known_calls.MOST_KINDS for kinds in passes.KNOWN._kinds.values())
 
 
 def test_threads():

@@ -12,8 +12,8 @@ from helpers import HAS_GPU
 from tilegym_rmsnorm import BackendUnavailableError, override_aten, use_backend
 from tilegym_rmsnorm.call import tensors as call_tensors
 from tilegym_rmsnorm.call.spec import Call
-from tilegym_rmsnorm.ops.norm import checks
-from tilegym_rmsnorm.ops.norm.eager import _fit
+from tilegym_rmsnorm.ops.norm import checks, passes
+from tilegym_rmsnorm.ops.norm.eager import _are_as_saved
 from tilegym_rmsnorm.ops.norm.spec import Spec
 from tilegym_rmsnorm.routes import choose, known_calls
 
@@ -67,11 +67,11 @@ def is_known(describe, tensors, index, make):
     """Whether a call with `make`'s tensor at `index` is known, once a call of plain tensors is, and once a call like it
     is if that tensor is plain."""
     calls = known_calls.KnownCalls()
-    calls.remember(describe(*tensors), lambda: print)
+    calls.remember(describe(*tensors), print)
     tensors = [*tensors[:index], make(tensors[index]), *tensors[index + 1 :]]
     call = describe(*tensors)
     if call is not None and all(map(call_tensors.is_plain, tensors)):
-        calls.remember(call, lambda: print)
+        calls.remember(call, print)
     return calls.find(describe(*tensors)) is print
 
 
@@ -80,15 +80,15 @@ def answers(make):
     numbers = 1e-6, (0.0, 1.0, None, None, "once"), "torch"
     given = {"x": X, "dy": R, "weight": W, "rstd": torch.ones(M), "d_residual_out": X + R}
     call = Call(Spec(N, 1e-6, 0.0, "once"), "torch", dtype=X.dtype)
-    fit = {name: _fit(tuple({**given, name: make(tensor)}.values()), call) for name, tensor in given.items()}
+    fit = [_are_as_saved(tuple({**given, name: make(each)}.values()), call) for name, each in given.items()]
     known = [
-        is_known(lambda x, w, r: known_calls.norm_call((x, w, None, r), (N,), *numbers), (X, W, R), i, make)
+        is_known(lambda x, w, r: passes.norm_call((x, w, None, r), (N,), *numbers), (X, W, R), i, make)
         for i in range(3)
     ]
-    backward = lambda *tensors: known_calls.backward_call(tensors, (), "torch")  # noqa: E731
+    backward = lambda *tensors: passes.backward_call(tensors, (), "torch")  # noqa: E731
     known += [is_known(backward, tuple(given.values()), i, make) for i in range(5)]
     plain = [call_tensors.is_plain(make(tensor)) for tensor in given.values()]
-    return plain, list(fit.values()), known
+    return plain, fit, known
 
 
 @pytest.mark.parametrize("make", NOT_PLAIN.values(), ids=NOT_PLAIN)

@@ -14,8 +14,8 @@ from rope_calls import both_passes, case, ours
 from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope, rope, use_backend
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.layout import viewed
-from tilegym_rmsnorm.backends.rope_layout import rope_views
 from tilegym_rmsnorm.ops.rope import eager as rope_eager
+from tilegym_rmsnorm.ops.rope.passes import rope_views
 from tilegym_rmsnorm.routes import choose, known_calls
 
 

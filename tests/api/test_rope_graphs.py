@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope
 from tilegym_rmsnorm.ops.rope import eager as rope_eager
-from tilegym_rmsnorm.ops.rope import kernels as rope_kernels
+from tilegym_rmsnorm.ops.rope import passes as rope_passes
 from tilegym_rmsnorm.ops.rope.op import BACKWARD, FORWARD
 from tilegym_rmsnorm.ops.rope.spec import RopeWanted
 from tilegym_rmsnorm.routes import known_calls
@@ -278,7 +278,7 @@ def test_only_the_weights_gradients_that_are_needed_are_computed(monkeypatch):
 
     def gradients(call, backwards, tensors, wanted):
         asked.append(wanted)
-        return rope_kernels.rope_gradients_by_operations(tensors, call.spec, wanted)
+        return rope_passes.rope_gradients_by_operations(tensors, call.spec, wanted)
 
     monkeypatch.setattr(rope_eager, "_gradients", gradients)
     known_calls.forget()

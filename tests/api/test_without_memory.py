@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm, rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.routes import known_calls
+from tilegym_rmsnorm.ops.norm import passes
+from tilegym_rmsnorm.ops.norm.op import KNOWN_FORWARDS
 
 X, W = torch.randn(3, 8), torch.rand(8) + 0.5
 KERNELS = ("cutile", "triton")
@@ -114,7 +115,7 @@ def test_what_auto_takes_for_them_is_not_what_others_get(every_kernel_by_auto):
     torch.func.vmap(lambda row: rms_norm(row, (8,), W, backend="auto"))(X)
     with fakes() as stand_in:
         rms_norm(stand_in(X), (8,), stand_in(W), backend="auto")
-    assert not known_calls.NORM._kinds and not known_calls.FORWARD_OP._kinds
+    assert not passes.KNOWN._kinds and not KNOWN_FORWARDS._kinds
 
 
 @pytest.mark.parametrize("backend", ("torch", "auto"))

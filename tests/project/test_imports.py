@@ -20,15 +20,11 @@ OPS = sorted(path.name for path in (ROOT / PACKAGE / "ops").iterdir() if (path /
 LAYERS = (
     (f"{PACKAGE}.call.spec", f"{PACKAGE}.call.watched"),
     (f"{PACKAGE}.call.tensors", f"{PACKAGE}.call.arithmetic"),
-    (f"{PACKAGE}.call.validation",),
     (f"{PACKAGE}.call.options",),
+    (f"{PACKAGE}.call.validation",),
     (f"{PACKAGE}.call", f"{PACKAGE}.settings"),
     # an op's records, checks and formula; its other files are above the routes
-    tuple(
-        f"{PACKAGE}.ops.{op}.{each}"
-        for op in OPS
-        for each in ("spec", "checks", "hints", "reference", "sharding")
-    ),
+    tuple(f"{PACKAGE}.ops.{op}.{each}" for op in OPS for each in ("spec", "checks", "reference", "sharding")),
     (f"{PACKAGE}.backends.contract", f"{PACKAGE}.measure"),
     # knows the backends by the names of their modules, which it imports when they are first asked for
     (f"{PACKAGE}.backends.registry",),
@@ -36,7 +32,7 @@ LAYERS = (
     (f"{CUTILE}.kernels",),
     (f"{CUTILE}.interpreter",),
     (f"{PACKAGE}.backends.versions", f"{PACKAGE}.backends.refusals", f"{CUTILE}.runtime"),
-    (f"{PACKAGE}.backends.layout", f"{PACKAGE}.backends.rope_layout", f"{PACKAGE}.backends.torch_reference"),
+    (f"{PACKAGE}.backends.layout", f"{PACKAGE}.backends.torch_reference"),
     (f"{PACKAGE}.backends.around_kernels", f"{PACKAGE}.backends.around_rope"),
     (f"{CUTILE}.forms",),
     (f"{CUTILE}.launcher",),
@@ -45,9 +41,9 @@ LAYERS = (
     (f"{CUTILE}.warm", f"{CUTILE}.tuning"),
     (f"{PACKAGE}.backends",),
     # It decides and runs nothing: no route is below it.
-    (f"{PACKAGE}.routes.choose", f"{PACKAGE}.routes.autograd"),
+    (f"{PACKAGE}.routes.choose",),
     (f"{PACKAGE}.routes",),
-    tuple(f"{PACKAGE}.ops.{op}.{each}" for op in OPS for each in ("kernels", "operations")),
+    tuple(f"{PACKAGE}.ops.{op}.{each}" for op in OPS for each in ("operations", "passes")),
     tuple(f"{PACKAGE}.ops.{op}.op" for op in OPS),
     (f"{PACKAGE}.ops",),
     (f"{PACKAGE}.functional", f"{PACKAGE}.rope"),

@@ -21,12 +21,19 @@ from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import around_kernels, refusals, registry
 from tilegym_rmsnorm.backends.contract import (
     BackendModule,
-    BackwardFunction,
-    ForwardFunction,
     Request,
     Unusable,
 )
-from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import (
+    BackwardFunction,
+    BackwardTensors,
+    ForwardFunction,
+    ForwardTensors,
+    Gradients,
+    Outputs,
+    Spec,
+    Wanted,
+)
 from tilegym_rmsnorm.routes import known_calls
 
 calls: list[str] = []  # the ops that it ran, since `use` or a test cleared this

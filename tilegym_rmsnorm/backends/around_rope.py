@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.contract import BackwardFunction, ForwardFunction
 from tilegym_rmsnorm.call.arithmetic import joint_dtype
 from tilegym_rmsnorm.ops.norm.reference import compute_rms_norm_rstd_torch
-from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import BackwardFunction, ForwardFunction, Spec, Wanted
 from tilegym_rmsnorm.ops.rope.reference import rotated, rotated_back, tables_at
 from tilegym_rmsnorm.ops.rope.spec import (
     RopeBackwardTensors,

@@ -85,6 +85,46 @@ def viewed(tensors: Sequence[Tensor | None], views: Sequence[View]) -> tuple[Any
     )
 
 
+def arranged(
+    function: Any,
+    spec: Any,
+    tensors: Sequence[Tensor | None],
+    views: Sequence[View],
+    shaped: Callable[[Any, Any], Any] | None,
+    *wanted: Any,
+) -> Callable[[Any], Any]:
+    """Bind the function of a backend for tensors like these, which `views` arranges for it. The result is a function of
+    the tensors alone, which holds none of them.
+
+    shaped: Gives results their shapes, from the tensors and the results; None: they have them.
+    """
+    if not any(views):
+        return bound(function, spec, tensors, *wanted)
+    run: Any = None
+    of_first, is_first_alone = views[0], not any(views[1:])
+
+    def run_arranged(tensors: tuple[Any, ...]) -> Any:
+        nonlocal run
+        if is_first_alone and of_first is not None:
+            given = of_first(tensors[0]), *tensors[1:]
+        else:
+            given = viewed(tensors, views)
+        if run is None:  # bound here: to arrange tensors may copy them
+            run = bound(function, spec, given, *wanted)
+        results = run(given)
+        return results if shaped is None else shaped(tensors, results)
+
+    return run_arranged
+
+
+def bound(function: Any, spec: Any, tensors: Any, *wanted: Any) -> Callable[[Any], Any]:
+    """Bind the function of a backend to all but its tensors, see `binding` in contract.py."""
+    bind = getattr(function, "bind", None)
+    if bind is None:
+        return lambda tensors: function(spec, tensors, *wanted)
+    return bind(spec, tensors, *wanted)
+
+
 def _is_rows(x: Tensor, n: int) -> bool:
     return x.is_contiguous() or (x.ndim == 2 and x.shape[1] == n)
 

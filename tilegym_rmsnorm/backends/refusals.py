@@ -3,9 +3,8 @@
 
 """Say why backends "cutile" and "triton" cannot run: dtypes that no kernel of theirs takes.
 
-The `unusable` of each backend's module (cutile/__init__.py, triton/__init__.py) asks these and adds its own. `_fit`
-(ops/norm/eager.py) has a list of its own of the dtypes for kernels, for a weight that a hook replaced. Other reasons to
-refuse a kernel stand elsewhere: docs/architecture.md, "refuse a kernel under a new condition", has them.
+The `unusable` of each backend's module (cutile/__init__.py, triton/__init__.py) asks these and adds its own. Other
+reasons to refuse a kernel stand elsewhere: docs/architecture.md, "refuse a kernel under a new condition", has them.
 """
 
 from __future__ import annotations

@@ -11,26 +11,20 @@ contract.py defines a backend; docs/architecture.md says where one is added.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
 from tilegym_rmsnorm import settings
-from tilegym_rmsnorm.backends.contract import (
-    BackendModule,
-    BackwardFunction,
-    ForwardFunction,
-    Request,
-    RopeBackwardFunction,
-    RopeForwardFunction,
-    Unusable,
-)
-from tilegym_rmsnorm.call.spec import Facts
+from tilegym_rmsnorm.backends.contract import BackendModule, Request, Unusable
+from tilegym_rmsnorm.call.spec import Facts, OpName
 from tilegym_rmsnorm.call.tensors import are_aligned
+from tilegym_rmsnorm.call.watched import count_modes, without_modes
 from tilegym_rmsnorm.ops.norm.spec import NORM_OPS
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPS
 from tilegym_rmsnorm.settings import AUTO_ORDER, NAMES, check_name, get_current_backend
@@ -41,11 +35,8 @@ BACKEND_MODULES = {
     "triton": "tilegym_rmsnorm.backends.triton",
     "torch": "tilegym_rmsnorm.backends.torch_reference",
 }
-Function = ForwardFunction | BackwardFunction | RopeForwardFunction | RopeBackwardFunction
-_F = TypeVar("_F", bound=ForwardFunction)
-_B = TypeVar("_B", bound=BackwardFunction)
-_RF = TypeVar("_RF", bound=RopeForwardFunction)
-_RB = TypeVar("_RB", bound=RopeBackwardFunction)
+Function = Callable[..., Any]
+_F = TypeVar("_F")
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
 # "auto" does not take these for tensors off CUDA devices. There they run in interpreters: by name only, and while the
@@ -85,13 +76,9 @@ MOST_CHOICES = 1024  # else calls that each have another width would leak memory
 
 
 @overload
-def register_impl(op: Literal["rms_norm_forward"], backend: str) -> Callable[[_F], _F]: ...
+def register_impl(op: OpName[_F], backend: str) -> Callable[[_F], _F]: ...
 @overload
-def register_impl(op: Literal["rms_norm_backward"], backend: str) -> Callable[[_B], _B]: ...
-@overload
-def register_impl(op: Literal["qk_norm_rope_forward"], backend: str) -> Callable[[_RF], _RF]: ...
-@overload
-def register_impl(op: Literal["qk_norm_rope_backward"], backend: str) -> Callable[[_RB], _RB]: ...
+def register_impl(op: str, backend: str) -> Callable[[Any], Any]: ...
 def register_impl(op: str, backend: str) -> Callable[[Any], Any]:
     """Decorate a function to register it as the backend's implementation of `op`; registering twice is a ValueError."""
     check_name("op", op, OPS)
@@ -301,3 +288,15 @@ def _describe(request: Request) -> str:
     width = "" if request.n is None else f" of {request.n} columns"
     rows = "" if request.is_aligned else ", rows that begin between multiples of 16 bytes"
     return f"{request.dtype} x{width} on {request.device}{rows}, {weight}{parts}{others}, casting {request.casting!r}"
+
+
+_NOTHING_HIDDEN = contextlib.nullcontext()
+
+
+def unseen(function: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a block that hides dispatch modes while a kernel runs: a mode could wrap or replace the memory that the
+    kernel is about to fill. The reference is PyTorch's operations, which a mode may count, save or replace: for it
+    modes stay."""
+    if count_modes() == 0 or function is None or is_reference(function):
+        return _NOTHING_HIDDEN
+    return without_modes()

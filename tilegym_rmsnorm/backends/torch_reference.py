@@ -12,9 +12,20 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.registry import register_impl
 from tilegym_rmsnorm.ops.norm.reference import forward_torch, gradients_torch
-from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import (
+    NORM_BACKWARD,
+    NORM_FORWARD,
+    BackwardTensors,
+    ForwardTensors,
+    Gradients,
+    Outputs,
+    Spec,
+    Wanted,
+)
 from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
 from tilegym_rmsnorm.ops.rope.spec import (
+    ROPE_BACKWARD,
+    ROPE_FORWARD,
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -31,28 +42,28 @@ def unusable(request: Request | None) -> Unusable | None:
     return None
 
 
-@register_impl("rms_norm_forward", "torch")
+@register_impl(NORM_FORWARD, "torch")
 @torch.no_grad()
 def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
     y, rstd, residual_out = forward_torch(tensors, spec)
     return y.contiguous(), rstd.reshape(-1), _packed(residual_out)
 
 
-@register_impl("rms_norm_backward", "torch")
+@register_impl(NORM_BACKWARD, "torch")
 @torch.no_grad()
 def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
     dx, d_residual, dw, db = gradients_torch(tensors, spec, wanted)
     return dx.contiguous(), _packed(d_residual), dw, db
 
 
-@register_impl("qk_norm_rope_forward", "torch")
+@register_impl(ROPE_FORWARD, "torch")
 @torch.no_grad()
 def qk_norm_rope_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
     q_out, k_out = rope_forward_torch(tensors, spec)
     return q_out.contiguous(), _packed(k_out)
 
 
-@register_impl("qk_norm_rope_backward", "torch")
+@register_impl(ROPE_BACKWARD, "torch")
 @torch.no_grad()
 def qk_norm_rope_backward(spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted) -> RopeGradients:
     dq, dk, dq_weight, dk_weight = rope_gradients_torch(tensors, spec, wanted)

@@ -21,8 +21,7 @@ from tilegym_rmsnorm.call.options import (
     checked_number,
 )
 from tilegym_rmsnorm.call.spec import Casting
-from tilegym_rmsnorm.call.validation import checked_dtype
-from tilegym_rmsnorm.ops.norm.checks import check_residual
+from tilegym_rmsnorm.call.validation import check_residual, checked_dtype
 from tilegym_rmsnorm.ops.rope.checks import ANY_POSITION_DTYPE, POSITION_DTYPES, checked_rope
 from tilegym_rmsnorm.ops.rope.spec import RopeRounding
 

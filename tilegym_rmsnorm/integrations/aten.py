@@ -30,10 +30,11 @@ from tilegym_rmsnorm.backends.registry import MOST_CHOICES, dispatch, request_of
 from tilegym_rmsnorm.call.arithmetic import default_eps
 from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, are_aligned, is_plain
-from tilegym_rmsnorm.ops.norm import kernels, reference
+from tilegym_rmsnorm.ops.norm import passes, reference
 from tilegym_rmsnorm.ops.norm.op import bind_op_forward
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, Spec, Wanted, shape_of_rstd
-from tilegym_rmsnorm.routes import known_calls
+from tilegym_rmsnorm.routes.calls import run_and_remember
+from tilegym_rmsnorm.routes.known_calls import shared
 from tilegym_rmsnorm.settings import KERNEL_BACKENDS, get_current_backend
 
 ATEN_FORWARD, ATEN_BACKWARD = "_fused_rms_norm", "_fused_rms_norm_backward"
@@ -51,6 +52,7 @@ _UNKNOWN: Any = object()
 _is_copied_on_write = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 _lock = threading.RLock()
+_FORWARDS, _BACKWARDS = shared(), shared()
 _patches: dict[str, list[_Patch]] = {"cuda": [], "cpu": []}  # in the order of registration
 
 
@@ -195,8 +197,8 @@ class _Patch:
             return self._decline(ATEN_FORWARD, reason, (keyset, x, normalized_shape, weight, eps))
         tensors, known_call = (x, weight, None, None), None
         if not _may_copy(x, weight):
-            known_call = known_calls.forward_call(tensors, (tuple(normalized_shape), eps), None)
-        if (known := known_calls.ATEN_FORWARD.find(known_call)) is not None:
+            known_call = passes.forward_call(tensors, (tuple(normalized_shape), eps), None)
+        if (known := _FORWARDS.find(known_call)) is not None:
             results = known(tensors)[:2]
             self.counts[ATEN_FORWARD][TAKEN] += 1
             return results
@@ -207,11 +209,14 @@ class _Patch:
         of_rstd = shape_of_rstd(x, len(normalized_shape))
         spec = Spec(math.prod(normalized_shape), _DEFAULT_EPS if eps is None else eps, 0.0, "once")
         call = Call(spec, backend, function)
-        with kernels.unseen(function):
-            y, rstd, _ = kernels.run_forward(tensors, call)
-            rstd = rstd.view(of_rstd)
-        if known_calls.may_remember(tensors, tensors, function):
-            known_calls.ATEN_FORWARD.remember(known_call, lambda: bind_op_forward(tensors, call, of_rstd))
+        y, rstd, _ = run_and_remember(
+            _FORWARDS,
+            lambda: known_call,
+            tensors,
+            tensors,
+            function,
+            lambda _: bind_op_forward(tensors, call, of_rstd),
+        )
         self.counts[ATEN_FORWARD][TAKEN] += 1
         return y, rstd
 
@@ -233,8 +238,8 @@ class _Patch:
         tensors, known_call = (x, dy, weight, rstd, None), None
         if not _may_copy(x, dy, weight, rstd):
             others = tuple(normalized_shape), tuple(output_mask)
-            known_call = known_calls.backward_call(tensors, others, None)
-        if (known := known_calls.ATEN_BACKWARD.find(known_call)) is not None:
+            known_call = passes.backward_call(tensors, others, None)
+        if (known := _BACKWARDS.find(known_call)) is not None:
             gradients = known(tensors)
             self.counts[ATEN_BACKWARD][TAKEN] += 1
             return gradients
@@ -246,17 +251,18 @@ class _Patch:
         needs_dw = needs_dw and weight is not None
         dx = dw = None
         if needs_dx or needs_dw:
-            flat = kernels.with_flat_rstd(tensors)
             call = Call(Spec(math.prod(normalized_shape), 0.0, 0.0, "once"), backend, None, function)
             wanted = Wanted(x.dtype, None, x.dtype if needs_dw else None)
-            with kernels.unseen(function):
-                dx, _, dw, _ = kernels.run_backward(flat, call, wanted)
-            if known_calls.may_remember(tensors, tensors, function):
-                known_calls.ATEN_BACKWARD.remember(
-                    known_call, lambda: _bind_backward(flat, call, wanted, needs_dx)
-                )
+            dx, dw = run_and_remember(
+                _BACKWARDS,
+                lambda: known_call,
+                tensors,
+                tensors,
+                function,
+                lambda _: _bind_backward(tensors, call, wanted, needs_dx),
+            )
         self.counts[ATEN_BACKWARD][TAKEN] += 1
-        return (dx if needs_dx else None), dw
+        return dx, dw
 
     def _reason_at_once(
         self, x: Tensor, weight: Tensor | None, dy: Tensor | None = None, rstd: Tensor | None = None
@@ -348,10 +354,10 @@ def _may_copy(*tensors: Tensor | None) -> bool:
 def _bind_backward(
     tensors: BackwardTensors, call: Call, wanted: Wanted, needs_dx: bool
 ) -> Callable[[BackwardTensors], tuple[Tensor | None, Tensor | None]]:
-    run = kernels.bind_backward(tensors, call, wanted)
+    run = passes.bind_backward(passes.with_flat_rstd(tensors), call, wanted)
 
     def run_known(tensors: BackwardTensors) -> tuple[Tensor | None, Tensor | None]:
-        dx, _, dw, _ = run(kernels.with_flat_rstd(tensors))
+        dx, _, dw, _ = run(passes.with_flat_rstd(tensors))
         return (dx if needs_dx else None), dw
 
     return run_known

@@ -8,7 +8,6 @@ A `Recording` says how a call runs, what it saves, and how its gradients are com
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilegym_rmsnorm.backends.registry import unseen
 from tilegym_rmsnorm.call.tensors import has_own_operations
 from tilegym_rmsnorm.call.watched import count_modes
 
@@ -35,8 +35,9 @@ class Recording:
     returned: Callable[[Tensors], Any] | None = None  # the results, of the outputs; None: all of them
     is_one: bool = False  # there is one result, which is not in a tuple
     without_gradient: Callable[[Tensors, tuple[bool, ...]], Tensors] | None = None  # results, of the outputs
-    # Hides dispatch modes. The first saved tensor is a result too: autograd detaches it, and a mode may replace that.
-    unseen: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+    # The backend's function, where the first saved tensor is a result too: autograd detaches it, and a dispatch mode
+    # may replace that. So modes are hidden as from this function.
+    backward: Callable[..., Any] | None = None
 
 
 class RecordedFunction(torch.autograd.Function):
@@ -62,8 +63,8 @@ class RecordedFunction(torch.autograd.Function):
 
         def saved() -> Tensors:
             tensors = ctx.saved_tensors
-            if recording.unseen is not None and has_own_operations(tensors[0]) and count_modes():
-                with recording.unseen():
+            if recording.backward is not None and has_own_operations(tensors[0]) and count_modes():
+                with unseen(recording.backward):
                     tensors = ctx.saved_tensors
             return tensors
 
@@ -78,4 +79,8 @@ def apply_of(function: type[RecordedFunction]) -> Callable[..., Any]:
 
 def is_recorded(*tensors: Tensor | None) -> bool:
     """Whether autograd would record PyTorch's operations on these tensors."""
-    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+    return (
+        torch.is_grad_enabled()
+        and any([t is not None and t.requires_grad for t in tensors])
+        and not torch.is_inference_mode_enabled()  # in that mode enable_grad() records nothing
+    )

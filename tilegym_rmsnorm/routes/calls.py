@@ -1,24 +1,44 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Run checked calls on a backend."""
+"""Run a checked call of any op on its backend, and remember it for calls like it."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from tilegym_rmsnorm.backends.registry import is_reference
-from tilegym_rmsnorm.call.watched import count_modes, without_modes
+from tilegym_rmsnorm.backends.registry import unseen
+from tilegym_rmsnorm.routes.known_calls import KnownCalls, may_remember
 
-_NOTHING_HIDDEN = contextlib.nullcontext()
+Tensors = tuple[Any, ...]
+Run = Callable[[Any], Any]  # a function of a call's tensors, which holds none of them
 
 
-def unseen(function: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
-    """Return a block that hides dispatch modes while a kernel runs: a mode could wrap or replace the memory that the
-    kernel is about to fill. `run_forward` and `run_backward` are called in it. The reference is PyTorch's operations,
-    which a mode may count, save or replace: for it modes stay."""
-    if count_modes() == 0 or is_reference(function):
-        return _NOTHING_HIDDEN
-    return without_modes()
+def run_and_remember(
+    known: KnownCalls | None,
+    describe: Callable[[], Any],
+    given: Tensors,
+    tensors: Tensors,
+    function: Callable[..., Any] | None,
+    bind: Callable[[bool], Run],
+) -> Any:
+    """Run a call that passed all checks, remember it, and return its results.
+
+    Args:
+        known: Remembers it; None: nothing does.
+        describe: Describes the call for `known`.
+        given: Its tensors, as the caller gave them.
+        tensors: As the checks made them.
+        function: The backend's.
+        bind: Returns the function to run. It is told whether that is kept for other calls.
+    """
+    described = None
+    if known is not None and may_remember(given, tensors, function):
+        described = describe()
+    with unseen(function):
+        run = bind(described is not None)
+        results = run(tensors)
+    if known is not None:
+        known.remember(described, run)
+    return results

@@ -23,17 +23,13 @@ from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.registry import is_settled
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, is_plain
 from tilegym_rmsnorm.call.watched import is_watched
-from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors
 
 # Without it, in a PyTorch to come, no call is known: slower, and right.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _len_torch_function_stack = torch._C._len_torch_function_stack  # counts the active TorchFunctionModes
-_SEQUENCES = (torch.Size, list)
 
 MOST_KEYS = 1024  # else calls that each have another shape would leak memory
 MOST_KINDS = 8  # of tensors, for one key
-
-OTHERS = "offset", "residual_alpha", "residual_dtype", "out_dtype", "casting"  # of `norm_call`
 _Key = tuple[Any, ...]
 _Call = tuple[_Key, list[Tensor]]  # the tensors that are given
 _Run = Callable[[Any], Any]
@@ -60,13 +56,13 @@ class KnownCalls:
         once = _each_once(call)
         return None if once is call else self.find(once)
 
-    def remember(self, call: _Call | None, bind: Callable[[], _Run]) -> None:
-        """Keep what `bind` returns for calls like this one, which passed all checks: a function without a tensor."""
+    def remember(self, call: _Call | None, run: _Run) -> None:
+        """Keep a function, which holds no tensor, for calls like this one, which passed all checks."""
         if call is None or _TensorGuards is None:
             return
         key, tensors = _each_once(call)
         sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
-        kind = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides), bind()
+        kind = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides), run
         if len(self._kinds) >= MOST_KEYS and key not in self._kinds:
             self._kinds.clear()
         self._kinds[key] = (kind, *self._kinds.get(key, ())[: MOST_KINDS - 1])
@@ -79,10 +75,6 @@ def shared() -> KnownCalls:
     """Make a cache that `forget` empties."""
     _SHARED.append(KnownCalls())
     return _SHARED[-1]
-
-
-NORM, FORWARD_OP, BACKWARD_OP = shared(), shared(), shared()
-ATEN_FORWARD, ATEN_BACKWARD = shared(), shared()  # of override_aten
 
 
 def forget() -> None:
@@ -114,38 +106,6 @@ def _each_once(call: _Call) -> _Call:
     if len(set(firsts)) == len(firsts):
         return call
     return (key, firsts), [tensors[i] for i in sorted(set(firsts))]
-
-
-def norm_call(
-    tensors: ForwardTensors, normalized_shape: Any, eps: Any, others: tuple[Any, ...], backend: Any
-) -> _Call | None:
-    """Describe a call of `rms_norm`; None where it cannot be known. others: OTHERS."""
-    # A number of another type may equal one of these as a key, but must raise an error.
-    if (
-        type(others[0]) is not float
-        or type(others[1]) is not float
-        or not (type(eps) is float or eps is None)
-    ):
-        return None
-    if type(normalized_shape) is not int:
-        if type(normalized_shape) in _SEQUENCES:
-            normalized_shape = tuple(normalized_shape)
-        if type(normalized_shape) is not tuple or not all([type(size) is int for size in normalized_shape]):
-            return None
-    return forward_call(tensors, (normalized_shape, eps, others), backend)
-
-
-def forward_call(tensors: ForwardTensors, others: tuple[Any, ...], backend: Any) -> _Call | None:
-    """Describe a forward. others: all arguments but tensors and backend."""
-    x, weight, bias, residual = tensors
-    parts = weight is None, bias is None, residual is None
-    return call_of((x,) if residual is None else (x, residual), (weight, bias), parts, others, backend)
-
-
-def backward_call(tensors: BackwardTensors, others: tuple[Any, ...], backend: Any) -> _Call | None:
-    x, dy, weight, rstd, d_residual_out = tensors
-    rows = (x, dy) if d_residual_out is None else (x, dy, d_residual_out)
-    return call_of(rows, (rstd, weight), (weight is None, d_residual_out is None), others, backend)
 
 
 def call_of(

@@ -29,8 +29,9 @@ from torch.autograd import profiler
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import is_dtensor, is_plain
-from tilegym_rmsnorm.routes import choose, known_calls
+from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import is_recorded
+from tilegym_rmsnorm.routes.calls import run_and_remember
 from tilegym_rmsnorm.routes.known_calls import KnownCalls
 from tilegym_rmsnorm.settings import get_current_backend
 
@@ -66,10 +67,8 @@ class LibraryOp:
     known_call: Callable[
         [Tensors, Options], Any
     ]  # takes tensors for a backend; None: such a call cannot be known
-    run: Callable[[CheckedCall, Call], Any]
-    bind: Callable[
-        [Tensors, Call, CheckedCall], Any
-    ]  # a function like `run` for tensors with the metadata of these
+    # returns the function that runs tensors like these, in the order of a backend; it holds none of them
+    bind: Callable[[Tensors, Call, CheckedCall], Callable[[Any], Any]]
     for_fakes: Callable[[CheckedCall], Any]  # results that have shapes and dtypes alone
     by_operations: Callable[[CheckedCall], Any]  # PyTorch's operations, which can be differentiated
     rules: Callable[..., Any]  # placements of results and arguments on one dimension of a mesh
@@ -134,12 +133,15 @@ def _run(op: LibraryOp, *arguments: Any) -> Any:
     if (results := op.without_backend(asked)) is not None:
         return results
     call = choose.call_of_op(asked.checked, asked.backend, asked.wanted)
-    results, tensors = op.run(asked, call), op.for_backend(arguments)
-    function = call.forward if asked.wanted is None else call.backward
-    if known_calls.may_remember(tensors, asked.checked.tensors, function):
-        known_call = op.known_call(tensors, arguments[op.count :])
-        op.known.remember(known_call, lambda: op.bind(tensors, call, asked))
-    return results
+    tensors = op.for_backend(arguments)
+    return run_and_remember(
+        op.known,
+        lambda: op.known_call(tensors, arguments[op.count :]),
+        tensors,
+        asked.checked.tensors,
+        call.forward if asked.wanted is None else call.backward,
+        lambda _: op.bind(asked.checked.tensors, call, asked),
+    )
 
 
 def _differentiated(op: LibraryOp, overload: Any, *arguments: Any) -> Any:

@@ -24,8 +24,19 @@ from tilegym_rmsnorm.backends.cutile.lookup import plan_for as plan_for
 from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward
 from tilegym_rmsnorm.backends.registry import register_impl
 from tilegym_rmsnorm.ops.norm.reference import sum_of_rows
-from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import (
+    NORM_BACKWARD,
+    NORM_FORWARD,
+    BackwardTensors,
+    ForwardTensors,
+    Gradients,
+    Outputs,
+    Spec,
+    Wanted,
+)
 from tilegym_rmsnorm.ops.rope.spec import (
+    ROPE_BACKWARD,
+    ROPE_FORWARD,
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -35,7 +46,7 @@ from tilegym_rmsnorm.ops.rope.spec import (
 )
 
 
-@register_impl("rms_norm_forward", "cutile")
+@register_impl(NORM_FORWARD, "cutile")
 @binding
 def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Callable[[ForwardTensors], Outputs]:
     run = forward_launcher(spec, tensors)
@@ -44,7 +55,7 @@ def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Callable[[ForwardTe
     return run.bind(spec, tensors)
 
 
-@register_impl("rms_norm_backward", "cutile")
+@register_impl(NORM_BACKWARD, "cutile")
 @binding
 def rms_norm_backward(
     spec: Spec, tensors: BackwardTensors, wanted: Wanted
@@ -66,14 +77,14 @@ def rms_norm_backward(
     return run_and_sum
 
 
-@register_impl("qk_norm_rope_forward", "cutile")
+@register_impl(ROPE_FORWARD, "cutile")
 @binding
 def qk_norm_rope_forward(spec: RopeSpec, tensors: RopeTensors) -> Callable[[RopeTensors], RopeOutputs]:
     run = bind_forward(spec, tensors)
     return run or functools.partial(around_rope.forward, rms_norm_forward, spec)
 
 
-@register_impl("qk_norm_rope_backward", "cutile")
+@register_impl(ROPE_BACKWARD, "cutile")
 @binding
 def qk_norm_rope_backward(
     spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted

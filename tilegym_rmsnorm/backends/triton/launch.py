@@ -40,8 +40,19 @@ from tilegym_rmsnorm.backends.triton.config import (
     rope_forward_config,
 )
 from tilegym_rmsnorm.backends.triton.rows import DIMENSIONS
-from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import (
+    NORM_BACKWARD,
+    NORM_FORWARD,
+    BackwardTensors,
+    ForwardTensors,
+    Gradients,
+    Outputs,
+    Spec,
+    Wanted,
+)
 from tilegym_rmsnorm.ops.rope.spec import (
+    ROPE_BACKWARD,
+    ROPE_FORWARD,
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -54,13 +65,13 @@ LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch
 
 
-@register_impl("rms_norm_forward", "triton")
+@register_impl(NORM_FORWARD, "triton")
 def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
     settings.sms_left(_sm_count(tensors[0].device))  # refuses what the backward cannot do
     return launch_forward(forward_config(spec.n), spec, tensors)
 
 
-@register_impl("rms_norm_backward", "triton")
+@register_impl(NORM_BACKWARD, "triton")
 def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
     x, _, weight, *_ = tensors
     heads, sm_count = _heads(weight), _sm_count(x.device)
@@ -68,7 +79,7 @@ def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> G
     return launch_backward(config, spec, tensors, wanted)
 
 
-@register_impl("qk_norm_rope_forward", "triton")
+@register_impl(ROPE_FORWARD, "triton")
 def qk_norm_rope_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
     if spec.n > BACKWARD_HELD:
         return around_rope.forward(rms_norm_forward, spec, tensors)
@@ -78,7 +89,7 @@ def qk_norm_rope_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
     return launch_rope_forward(config, spec, tensors)
 
 
-@register_impl("qk_norm_rope_backward", "triton")
+@register_impl(ROPE_BACKWARD, "triton")
 def qk_norm_rope_backward(spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted) -> RopeGradients:
     if spec.n > BACKWARD_HELD:
         return around_rope.backward(rms_norm_backward, spec, tensors, wanted)

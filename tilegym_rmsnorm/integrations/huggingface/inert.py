@@ -68,3 +68,15 @@ def computes_attributes(cls: type) -> bool:
     return any(
         "__getattr__" in vars(each) or any(map(inspect.isdatadescriptor, vars(each).values())) for each in own
     )
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether something on the module itself sees its calls."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__  # accelerate's hooks, too
+        or "_call_impl" in module.__dict__
+    )

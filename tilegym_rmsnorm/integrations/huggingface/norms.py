@@ -31,6 +31,7 @@ from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.current import forward_now
+from tilegym_rmsnorm.integrations.huggingface.inert import has_hooks
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.integrations.huggingface.strides import in_order, order_in_memory
 from tilegym_rmsnorm.nn.configured import reduce_instance
@@ -223,18 +224,6 @@ def why_watched(norm: torch.nn.Module) -> str:
     if cls.__call__ is not torch.nn.Module.__call__ or cls._call_impl is not torch.nn.Module._call_impl:
         return "its class has a __call__ of its own"
     return "a hook sees all modules" if torch.nn.modules.module._has_any_global_hook() else ""
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether something on the module itself sees its calls."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__  # accelerate's hooks, too
-        or "_call_impl" in module.__dict__
-    )
 
 
 def why_no_call(norm: torch.nn.Module, match: Match, shape: torch.Size, dtype: torch.dtype) -> str:

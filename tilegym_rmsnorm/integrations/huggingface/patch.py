@@ -21,12 +21,12 @@ from torch import nn
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, is_eps, match_of
 from tilegym_rmsnorm.integrations.huggingface.attention import AttentionPatch, check_module, norms_of, rotates
+from tilegym_rmsnorm.integrations.huggingface.inert import has_hooks
 from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs, fits
 from tilegym_rmsnorm.integrations.huggingface.layers import LayerPatch, has_sum, rewritten
 from tilegym_rmsnorm.integrations.huggingface.norms import (
     NormPatch,
     PatchedType,
-    has_hooks,
     is_outdated,
     made_from,
     norm_patch,

@@ -9,7 +9,6 @@ have passed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,23 +16,21 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.arithmetic import compute_dtype, default_eps, promoted
-from tilegym_rmsnorm.call.options import check_casting, checked_eps, checked_number
+from tilegym_rmsnorm.call.options import check_casting, checked_eps, checked_number, fail
 from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import check_memory, made_plain
 from tilegym_rmsnorm.call.validation import (
-    ALL_DTYPES,
     STRIDED,
     are_equal,
     check_dtensors,
     check_input,
     check_like,
+    check_normalized_shape,
+    check_residual,
     check_vector,
+    check_weight,
     checked_dtype,
-    checked_sizes,
-    fail,
-    is_known,
-    shown,
-    size_outside_of_trace,
+    last_dims,
 )
 from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, Spec, Wanted, shape_of_rstd
@@ -172,89 +169,6 @@ def _autocast(tensor: Any) -> Any:
     return None if tensor is None else tensor.to(_autocast_dtype(tensor.dtype))
 
 
-def last_dims(x: Tensor, dims: int) -> torch.Size:
-    if not 0 < dims <= x.ndim:
-        raise ValueError(f"normalized_dims: expected 1 to {x.ndim} for x of {x.ndim} dimensions, got {dims}")
-    return x.shape[-dims:]
-
-
-def check_normalized_shape(
-    x: Tensor, normalized_shape: int | Sequence[int], may_be_empty: bool = False
-) -> tuple[int, torch.Size]:
-    """Check that `normalized_shape` is the shape of x's last dimensions. Return N, its number of elements, and it.
-
-    `may_be_empty`: rows may have no elements, as in F.rms_norm.
-    """
-    if get_trace() is not None:
-        return outside_of_trace(_check_traced_shape, x, normalized_shape, may_be_empty)
-    if type(normalized_shape) is int:
-        normalized_shape = (normalized_shape,)
-    elif not isinstance(normalized_shape, (tuple, list)):
-        if isinstance(normalized_shape, Tensor) and normalized_shape.dtype in ALL_DTYPES:
-            fail(
-                TypeError,
-                "normalized_shape",
-                "an int or a sequence of ints",
-                f"{shown(normalized_shape)}; rms_norm takes input, normalized_shape, weight, eps in this order",
-            )
-        normalized_shape = checked_sizes(normalized_shape)
-    for size in normalized_shape:
-        if type(size) is not int:  # (8.0,), (True,) and (torch.tensor(8),) would compare equal to (8,)
-            normalized_shape = checked_sizes(normalized_shape)
-            break
-    dims = len(normalized_shape)
-    shape = x.shape[-dims:]
-    if dims == 0:
-        fail(ValueError, "normalized_shape", "at least one dimension", "()")
-    if not are_equal(shape, normalized_shape):
-        if any(size < 0 for size in normalized_shape):
-            fail(ValueError, "normalized_shape", "sizes of at least 1", tuple(normalized_shape))
-        # Name input: in a model its shape is wrong more often than normalized_shape.
-        sizes = ", ".join(map(str, normalized_shape))
-        fail(ValueError, "input", f"shape (*, {sizes}), as normalized_shape says", tuple(x.shape))
-    n = shape[0] if dims == 1 else math.prod(shape)
-    if not may_be_empty and is_known(n, 0):
-        fail(ValueError, "normalized_shape", "at least one element per row", tuple(normalized_shape))
-    return n, shape
-
-
-def check_weight(
-    weight: Tensor | None, bias: Tensor | None, x: Tensor, shape: torch.Size, x_name: str = "x"
-) -> int:
-    """Check that weight and bias are None or floating tensors on x's device, of one shape: `shape`, or (H, *shape) with
-    H x's dimension before the normalized ones. Return H; 0 where one weight, or none, serves all rows."""
-    if get_trace() is not None:
-        return outside_of_trace(check_weight, weight, bias, x, shape, x_name)
-    heads = 0
-    if isinstance(weight, Tensor) and weight.ndim == len(shape) + 1:
-        heads_of_x = x.shape[-weight.ndim] if x.ndim >= weight.ndim else None
-        if heads_of_x is None or not are_equal(weight.shape, (heads_of_x, *shape)):
-            of_heads = ""
-            if heads_of_x:
-                per_head, count = (heads_of_x, *shape), f"{heads_of_x} head{'s' if heads_of_x > 1 else ''}"
-                of_heads = f", or {per_head}, since {x_name} of shape {tuple(x.shape)} has {count}"
-            fail(ValueError, "weight", f"shape {tuple(shape)}{of_heads}", tuple(weight.shape))
-        is_one = is_known(heads_of_x, 0) or is_known(heads_of_x, 1)
-        shape, heads = weight.shape, 0 if is_one else heads_of_x
-    check_vector("weight", weight, x, shape, x_name)
-    check_vector("bias", bias, x, shape, x_name)
-    return heads
-
-
-def check_residual(
-    x: Tensor, residual: Tensor | None, alpha: float, dtype: torch.dtype | None, x_name: str = "x"
-) -> None:
-    """Check the residual and its numbers. Without one, alpha and dtype must have their defaults: they would act on
-    nothing."""
-    if residual is not None:
-        check_like("residual", residual, x, x_name)
-        checked_dtype("residual_dtype", dtype, x.is_complex())
-    elif alpha != 1.0:
-        fail(ValueError, "residual_alpha", "1.0 without a residual", alpha)
-    elif dtype is not None:
-        fail(ValueError, "residual_dtype", "None without a residual", dtype)
-
-
 def check_rstd(rstd: Tensor, x: Tensor, n: int, dims: int | None) -> None:
     """Check that rstd has x's device, the precision in which x is computed, and shape (M,), or where dims is given the
     shape of the library ops."""
@@ -300,12 +214,3 @@ def check_saved(
         expected = f"shape ({m},), {compute_dtype(x.dtype)}, on {x.device}, {STRIDED}"
         got = f"{tuple(rstd.shape)}, {rstd.dtype}, on {rstd.device}, {rstd.layout}"
         fail(ValueError, "rstd, as unpacked for the backward", expected, got)
-
-
-def _check_traced_shape(
-    x: Tensor, normalized_shape: int | Sequence[int], may_be_empty: bool
-) -> tuple[int, torch.Size]:
-    """Call `check_normalized_shape` with ints for sizes that were read in the trace, as x.shape[-1:]."""
-    if isinstance(normalized_shape, (tuple, list)):
-        normalized_shape = tuple(map(size_outside_of_trace, normalized_shape))
-    return check_normalized_shape(x, size_outside_of_trace(normalized_shape), may_be_empty)

@@ -4,7 +4,8 @@
 """Run an eager call on a backend and record its gradient.
 
 The backward runs on the backend of the forward. Under create_graph PyTorch's operations run it, which are
-differentiable again. Hooks or `tensor.data = ...` may have changed saved tensors since the forward: `_fit` compares.
+differentiable again. Hooks or `tensor.data = ...` may have changed saved tensors since the forward, so a backward that
+is not known checks all of them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
+from tilegym_rmsnorm.call.arithmetic import compute_dtype
 from tilegym_rmsnorm.call.spec import Call, dtype_of
 from tilegym_rmsnorm.call.tensors import is_plain
 from tilegym_rmsnorm.call.watched import is_traced, is_watched
-from tilegym_rmsnorm.ops.norm import checks, kernels, op, operations
+from tilegym_rmsnorm.ops.norm import checks, op, operations, passes
 from tilegym_rmsnorm.ops.norm.spec import (
     BackwardTensors,
     ForwardTensors,
@@ -31,47 +33,38 @@ from tilegym_rmsnorm.ops.norm.spec import (
     shape_of_rstd,
     wanted_of,
 )
-from tilegym_rmsnorm.routes import choose, known_calls
+from tilegym_rmsnorm.routes import calls, choose
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, apply_of, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls
 
-_is_in_inference_mode = torch.is_inference_mode_enabled  # in that mode enable_grad() records nothing
-_FLOAT32, _FLOAT64 = torch.float32, torch.float64
-_HALVES = (torch.float16, torch.bfloat16)
 
+def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[ForwardTensors], Any]:
+    """Return a function of plain tensors like these, which computes y, or with a residual y and residual_out, and
+    records the call where autograd would record PyTorch's operations. It holds no tensor.
 
-def run_or_record(tensors: ForwardTensors, call: Call) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call on plain tensors, and record it where autograd would record PyTorch's operations. Return y, or with a
-    residual y and residual_out."""
-    return _runner(tensors, call, functools.partial(kernels.run_forward, call=call))(tensors)
-
-
-def bind(tensors: ForwardTensors, call: Call) -> Callable[[ForwardTensors], Any]:
-    """Return `run_or_record` for any tensors with the metadata of these. It holds none of them."""
-    return _runner(tensors, call, kernels.bind_forward(tensors, call), KnownCalls())
-
-
-def _runner(
-    tensors: ForwardTensors, call: Call, run: kernels.RunForward, backwards: KnownCalls | None = None
-) -> Callable[[ForwardTensors], Any]:
+    is_kept: It runs other calls too. The backward of a call by itself mostly runs once, and is not worth keeping.
+    """
     x, weight, bias, residual = tensors
     returned = itemgetter(0) if residual is None else itemgetter(0, 2)
-    if not is_recorded(*tensors) or _is_in_inference_mode():
+    run = passes.bind_forward(tensors, call)
+    if not is_recorded(*tensors):
         return lambda tensors: returned(run(tensors))
     dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
+    backwards = KnownCalls() if is_kept else None
     gradients = functools.partial(_gradients_of, call, dtypes, bias_shape, backwards)
 
     def run_recorded(tensors: tuple[Any, ...]) -> Outputs:
         x, residual, weight, bias = tensors
         return run((x, weight, bias, residual))
 
-    recording = op.recording(run_recorded, tensors, call.spec.alpha, gradients)
-    recording.returned, recording.is_one = returned, residual is None
-    record = _record
+    record, more = _record, {}
     if residual is not None:
-        recording.without_gradient = op.sum_without_gradient
-        recording.unseen = lambda: kernels.unseen(call.backward)
-        record = _record_sum
+        record, more = (
+            _record_sum,
+            {"without_gradient": passes.sum_without_gradient, "backward": call.backward},
+        )
+    more |= {"returned": returned, "is_one": residual is None}
+    recording = passes.recording(run_recorded, tensors, call.spec.alpha, gradients, **more)
 
     def run_and_record(tensors: ForwardTensors) -> Any:
         x, weight, bias, residual = tensors
@@ -100,92 +93,82 @@ def _gradients_of(
     needs: tuple[bool, ...],
 ) -> WantedGradients:
     """Compute the gradients of x, residual, weight and bias that are needed, of a backward like an earlier one without
-    checks. call, dtypes, bias_shape: of the forward. backwards: None where the forward is not known: then its backward
-    mostly runs once, and is not worth binding. tensors: as for `gradients`."""
-    known_call = None
+    checks. call, dtypes, bias_shape: of the forward. tensors: as for `gradients`."""
+    described = None
     if backwards is not None and not torch.is_grad_enabled() and not is_traced():
-        known_call = known_calls.backward_call(tensors, needs, call.backend)
-        if (known := backwards.find(known_call)) is not None:
+        described = passes.backward_call(tensors, needs, call.backend)
+        if (known := backwards.find(described)) is not None:
             return known(tensors)
-    bias_shape = bias_shape if needs[3] else ()
     alpha, wanted = wanted_of(needs, call.spec.alpha, dtypes)
     if alpha != call.spec.alpha:
         call = call._replace(spec=call.spec._replace(alpha=alpha))
-    result = as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape)
-    if (
-        backwards is not None
-        and known_call is not None
-        and wanted.dx is not None
-        and _fit(tensors, call)
-        and known_calls.may_remember(tensors, tensors, call.backward)
-    ):
-
-        def bind_gradients() -> Callable[[BackwardTensors], WantedGradients]:
-            run = kernels.bind_backward(tensors, call, wanted)
-            return lambda tensors: as_needed(needs, run(tensors), bias_shape)
-
-        backwards.remember(known_call, bind_gradients)
-    return result
+    return gradients(tensors, call, wanted, needs, bias_shape if needs[3] else (), backwards, described)
 
 
 def gradients(
-    tensors: BackwardTensors, call: Call, wanted: Wanted, bias_shape: tuple[int, ...] = ()
+    tensors: BackwardTensors,
+    call: Call,
+    wanted: Wanted,
+    needs: tuple[bool, ...],
+    bias_shape: tuple[int, ...],
+    backwards: KnownCalls | None,
+    described: Any,
 ) -> WantedGradients:
-    """Compute the gradients that autograd asks for. tensors: x, dy, weight, rstd, d_residual_out. Each gradient has the
-    shape of its tensor, but db may be flat. bias_shape is needed where db alone is wanted.
+    """Compute the gradients that autograd asks for. tensors: x, dy, weight, rstd, d_residual_out. described: the call
+    for `backwards`.
 
     Raises ValueError or TypeError where saved tensors differ from those of the forward, and BackendUnavailableError
     where the backend that was asked for by name cannot run them.
     """
-    if wanted.dx is not None and not torch.is_grad_enabled() and not is_watched() and _fit(tensors, call):
-        return kernels.run_backward(tensors, call, wanted)
-    checked = checks.checked_saved(tensors, call, wanted)
-    route = choose.route_of(checked, call.backend, wanted, is_by_autograd=True)
+    is_usual = wanted.dx is not None and not torch.is_grad_enabled() and not is_watched()
+    if is_usual and _are_as_saved(tensors, call):
+        route, plain = choose.Route(choose.KERNELS, call), tensors
+    else:
+        checked = checks.checked_saved(tensors, call, wanted)
+        route = choose.route_of(checked, call.backend, wanted, is_by_autograd=True)
+        plain = passes.with_flat_rstd(checked.tensors) if route.name == choose.KERNELS else checked.tensors
     if route.name == choose.KERNELS:
-        return kernels.backward(checked, route.call, wanted)
+
+        def bind_gradients(_: bool) -> Callable[[BackwardTensors], WantedGradients]:
+            run = passes.bind_backward(plain, route.call, wanted)
+            return lambda tensors: as_needed(needs, run(tensors), bias_shape)
+
+        return calls.run_and_remember(
+            backwards, lambda: described, tensors, plain, route.call.backward, bind_gradients
+        )
     if wanted.dx is not None:
-        run = op.call_backward if route.name == choose.OP else operations.gradients_of_saved
-        return _on_rows(run, checked.tensors, route.call, wanted)
-    _, dy, weight, rstd, _ = checked.tensors
-    if route.name == choose.OPERATIONS:
-        return None, None, None, operations.db_by_operations(dy, bias_shape, wanted)
-    dims = len(bias_shape) - (call.spec.heads > 0)
-    return op.call_backward((dy, dy, weight, rstd, None), dims, route.call, wanted)
+        compute = op.call_backward if route.name == choose.OP else operations.gradients_of_saved
+        found = _on_rows(compute, plain, route.call, wanted)
+    else:
+        _, dy, weight, rstd, _ = plain
+        if route.name == choose.OP:
+            dims = len(bias_shape) - (call.spec.heads > 0)
+            found = op.call_backward((dy, dy, weight, rstd, None), dims, route.call, wanted)
+        else:
+            found = None, None, None, operations.db_by_operations(dy, bias_shape, wanted)
+    return as_needed(needs, found, bias_shape)
 
 
-def _fit(tensors: BackwardTensors, call: Call) -> bool:
-    """Whether kernels can take these tensors unchanged. dy may be any tensor. Hooks may replace saved tensors, and
-    `tensor.data = ...` may change them: autograd does not notice, since the version that it compares stays."""
+def _are_as_saved(tensors: BackwardTensors, call: Call) -> bool:
+    """Whether these are plain tensors with dtypes and sizes as the forward of `call` left them, so that its backend
+    takes them without more checks. dy may be any tensor. Hooks may replace saved tensors, and `tensor.data = ...` may
+    change them: autograd does not notice, since the version that it compares stays."""
     x, dy, weight, rstd, d_residual_out = tensors
-    if not (is_plain(dy) and is_plain(x) and is_plain(rstd)):
+    spec, dtype = call.spec, call.dtype
+    assert dtype is not None
+    for rows, own in ((x, dtype), (dy, spec.y_dtype or dtype), (d_residual_out, dtype)):
+        if rows is not None and not (is_plain(rows) and rows.dtype is own and rows.shape == x.shape):
+            return False
+    if not (is_plain(rstd) and rstd.dtype is compute_dtype(dtype) and rstd.is_contiguous()):
         return False
-    # index: -1 for a CPU. Other devices with -1, such as meta, have no memory: is_plain was False.
-    spec, dtype, index = call.spec, x.dtype, x.get_device()
-    n = spec.n
     if weight is not None and not (
         is_plain(weight)
-        and (weight.dtype is dtype or weight.dtype is _FLOAT32 or weight.dtype in _HALVES)
-        and weight.numel() == (n * spec.heads or n)
-        and weight.get_device() == index
+        and (weight.dtype is dtype or weight.dtype in KERNEL_DTYPES)
+        and weight.numel() == spec.n * (spec.heads or 1)
     ):
         return False
-    if d_residual_out is not None and not (
-        is_plain(d_residual_out)
-        and d_residual_out.dtype is dtype
-        and d_residual_out.shape == x.shape
-        and d_residual_out.get_device() == index
-    ):
-        return False
-    return (
-        dtype is call.dtype
-        and dy.dtype is (spec.y_dtype or dtype)
-        and dy.shape == x.shape
-        and dy.get_device() == index
-        and rstd.dtype is (_FLOAT64 if dtype is _FLOAT64 else _FLOAT32)
-        and rstd.numel() * n == x.numel()
-        and rstd.get_device() == index
-        and rstd.is_contiguous()
-    )
+    devices = {each.get_device() for each in tensors if each is not None}
+    return len(devices) == 1 and rstd.numel() * spec.n == x.numel()
 
 
 def _on_rows(

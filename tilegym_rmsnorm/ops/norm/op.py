@@ -26,10 +26,11 @@ from torch import Tensor
 
 from tilegym_rmsnorm.call.arithmetic import compute_dtype, default_eps
 from tilegym_rmsnorm.call.spec import Call, dtype_of
-from tilegym_rmsnorm.call.tensors import check_memory, savable
-from tilegym_rmsnorm.call.validation import are_equal_in_graph, checked_dtype
-from tilegym_rmsnorm.ops.norm import checks, kernels, operations, reference, sharding
-from tilegym_rmsnorm.ops.norm.checks import check_weight, filled_in, last_dims
+from tilegym_rmsnorm.call.tensors import check_memory
+from tilegym_rmsnorm.call.validation import are_equal_in_graph, check_weight, checked_dtype, last_dims
+from tilegym_rmsnorm.call.watched import count_modes
+from tilegym_rmsnorm.ops.norm import checks, operations, passes, reference, sharding
+from tilegym_rmsnorm.ops.norm.checks import filled_in
 from tilegym_rmsnorm.ops.norm.spec import (
     D_RESIDUAL,
     DB,
@@ -46,12 +47,14 @@ from tilegym_rmsnorm.ops.norm.spec import (
     shape_of_rstd,
     wanted_of,
 )
-from tilegym_rmsnorm.routes import choose, known_calls, library_op
-from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
+from tilegym_rmsnorm.routes import choose, library_op
+from tilegym_rmsnorm.routes.autograd import RecordedFunction
+from tilegym_rmsnorm.routes.known_calls import shared
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options
 from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
 
+KNOWN_FORWARDS, KNOWN_BACKWARDS = shared(), shared()
 SCHEMAS = {
     "rms_norm_forward": (
         "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int normalized_dims, float eps, float offset,"
@@ -100,14 +103,14 @@ def _known_forward(tensors: ForwardTensors, options: Options) -> Any:
     # A number of another type may equal one of these as a key. The dispatcher casts or refuses it.
     if not (type(dims) is int and type(eps) is float and type(offset) is float and type(alpha) is float):
         return None
-    return known_calls.forward_call(tensors, options[:-1], options[-1])
+    return passes.forward_call(tensors, options[:-1], options[-1])
 
 
 def _known_backward(tensors: BackwardTensors, options: Options) -> Any:
     wanted, dims, offset, _, alpha, *_ = options
     if not (type(wanted) is int and type(dims) is int and type(offset) is float and type(alpha) is float):
         return None
-    return known_calls.backward_call(tensors, options[:-1], options[-1])
+    return passes.backward_call(tensors, options[:-1], options[-1])
 
 
 def _check_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> CheckedCall:
@@ -143,20 +146,16 @@ def _check_backward(
     return CheckedCall(checked, backend, wanted, own=(dims, bool(bits & DX)))
 
 
-def _run_forward(asked: CheckedCall, call: Call) -> Outputs:
-    y, rstd, residual_out = kernels.forward(asked.checked, call)
-    return y, rstd.view(shape_of_rstd(asked.checked.tensors[0], asked.own)), residual_out
-
-
 def bind_op_forward(
     tensors: ForwardTensors, call: Call, shape: tuple[int, ...]
 ) -> Callable[[ForwardTensors], Outputs]:
-    """Bind the forward for tensors with the metadata of these, as `kernels.bind_forward`. shape: rstd's."""
-    run = kernels.bind_forward(tensors, call)
+    """Bind the forward for tensors with the metadata of these, as `passes.bind_forward`. shape: rstd's."""
+    run = passes.bind_forward(tensors, call)
 
     def run_known(tensors: ForwardTensors) -> Outputs:
         y, rstd, residual_out = run(tensors)
-        return y, rstd.resize_(*shape), residual_out  # 0.6 us; view takes 1.3, and 2.1 with one argument
+        # 0.6 us; view takes 1.3, and 2.1 with one argument. A dispatch mode may have kept rstd.
+        return y, rstd.view(shape) if count_modes() else rstd.resize_(*shape), residual_out
 
     return run_known
 
@@ -169,16 +168,12 @@ def _db_alone(asked: CheckedCall) -> tuple[Tensor | None, ...] | None:
     return x.new_empty(0), None, operations.db_by_operations(dy, _shape_of_vectors(asked), asked.wanted), None
 
 
-def _run_backward(asked: CheckedCall, call: Call) -> tuple[Tensor | None, ...]:
-    return _results_of(asked)(kernels.backward(asked.checked, call, asked.wanted))
-
-
 def _bind_backward(
     tensors: BackwardTensors, call: Call, asked: CheckedCall
 ) -> Callable[[BackwardTensors], tuple[Tensor | None, ...]]:
-    run = kernels.bind_backward(kernels.with_flat_rstd(tensors), call, asked.wanted)
+    run = passes.bind_backward(passes.with_flat_rstd(tensors), call, asked.wanted)
     results_of = _results_of(asked)
-    return lambda tensors: results_of(run(kernels.with_flat_rstd(tensors)))
+    return lambda tensors: results_of(run(passes.with_flat_rstd(tensors)))
 
 
 def _results_of(asked: CheckedCall) -> Callable[[Gradients], tuple[Tensor | None, ...]]:
@@ -239,58 +234,6 @@ class _ForwardOfOp(RecordedFunction):
     differentiable again."""
 
 
-def recording(
-    run: Callable[[tuple[Any, ...]], Outputs],
-    tensors: ForwardTensors,
-    alpha: float,
-    gradients: Callable[[BackwardTensors, tuple[bool, ...]], WantedGradients],
-) -> Recording:
-    """Describe how forwards on tensors like these are recorded. They save weight, rstd and the normalized tensor: x, or
-    residual_out. gradients: of x, residual, weight and bias, where they are needed. Autograd gets the tensors in that
-    order, in which gradients of one tensor are added and hooks run; `run` gets them so too."""
-    x, weight, bias, residual = tensors
-    if residual is not None:
-        saved = _saved_of_sum
-    else:
-        is_copied = x.is_inference() or (weight is not None and weight.is_inference())
-        saved = _copies_of_norm if is_copied else _saved_of_norm
-    dtypes = dtype_of(x), dtype_of(residual)
-    return Recording(run, saved, functools.partial(_gradients_of_results, gradients, alpha, dtypes))
-
-
-def _saved_of_norm(tensors: tuple[Any, ...], outputs: Outputs) -> tuple[Tensor | None, ...]:
-    return tensors[0], tensors[2], outputs[1]
-
-
-def _copies_of_norm(tensors: tuple[Any, ...], outputs: Outputs) -> tuple[Tensor | None, ...]:
-    return savable(tensors[0]), savable(tensors[2]), outputs[1]
-
-
-def _saved_of_sum(tensors: tuple[Any, ...], outputs: Outputs) -> tuple[Tensor | None, ...]:
-    return outputs[2], savable(tensors[2]), outputs[1]  # x need not be savable
-
-
-def _gradients_of_results(
-    gradients: Callable[[BackwardTensors, tuple[bool, ...]], WantedGradients],
-    alpha: float,
-    dtypes: tuple[torch.dtype | None, ...],
-    saved: Callable[[], tuple[Any, ...]],
-    results: tuple[Any, ...],
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    dy, d_residual_out = results[0], results[-1] if len(results) > 1 else None
-    if dy is None:
-        dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, dtypes, needs)
-        return dx, d_residual, None, None
-    x, weight, rstd = saved()
-    return gradients((x, dy, weight, rstd, d_residual_out), needs)
-
-
-def sum_without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
-    """Return residual_out where neither x nor residual needs a gradient."""
-    return () if outputs[2] is None or needs[0] or needs[1] else (outputs[2],)
-
-
 def _record_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Any:
     def run(tensors: tuple[Any, ...]) -> Outputs:
         with library_op.below_autograd():
@@ -300,13 +243,14 @@ def _record_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, 
     call = Call(Spec(0, eps, offset, casting, alpha), library_op.backend_in_effect(options[-1], x))
     dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
     gradients = functools.partial(_gradients_of_op, call, dims, dtypes, bias_shape)
-    recorded = recording(run, (x, weight, bias, residual), alpha, gradients)
-    recorded.without_gradient = _without_gradient
+    recorded = passes.recording(
+        run, (x, weight, bias, residual), alpha, gradients, without_gradient=_without_gradient
+    )
     return _ForwardOfOp.apply(recorded, x, residual, weight, bias)
 
 
 def _without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
-    return outputs[1], *sum_without_gradient(outputs, needs)
+    return outputs[1], *passes.sum_without_gradient(outputs, needs)
 
 
 def _gradients_of_op(
@@ -351,10 +295,9 @@ FORWARD = library_op.define(
         schema=SCHEMAS["rms_norm_forward"],
         count=4,
         for_backend=itemgetter(0, 2, 3, 1),
-        known=known_calls.FORWARD_OP,
+        known=KNOWN_FORWARDS,
         known_call=_known_forward,
         check=_check_forward,
-        run=_run_forward,
         bind=lambda tensors, call, asked: bind_op_forward(
             tensors, call, shape_of_rstd(tensors[0], asked.own)
         ),
@@ -371,11 +314,10 @@ BACKWARD = library_op.define(
         schema=SCHEMAS["rms_norm_backward"],
         count=5,
         for_backend=itemgetter(1, 0, 2, 3, 4),
-        known=known_calls.BACKWARD_OP,
+        known=KNOWN_BACKWARDS,
         known_call=_known_backward,
         check=_check_backward,
         without_backend=_db_alone,
-        run=_run_backward,
         bind=_bind_backward,
         for_fakes=_gradients_for_fakes,
         by_operations=_gradients_by_operations,
@@ -392,7 +334,7 @@ def norm_in_graph(
     backend: Any,
     follows_autocast: bool,
 ) -> Any:
-    """Call the forward op for a usual call of `rms_norm`: what that returns. others: `known_calls.OTHERS`.
+    """Call the forward op for a usual call of `rms_norm`: what that returns. others: `passes.OTHERS`.
     follows_autocast: as F.rms_norm does."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 

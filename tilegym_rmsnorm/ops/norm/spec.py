@@ -3,26 +3,28 @@
 
 """Define the records of a checked call of `rms_norm`, `Spec` and `Wanted`, and the order of its tensors.
 
-backends/contract.py defines the shapes and strides with which a backend receives the tensors.
+A backend receives *rows*: x, residual, dy and d_residual_out have one shape in a call, each its own dtype and strides.
+The shape is (M, N), with a last stride of 1 and a row stride of at least N. Where the weight is per-head, or leading
+dimensions are not evenly spaced, the shape is (B, T, H, N), with a last stride of 1 and any other strides but 0. y,
+residual_out, dx and d_residual are new, contiguous, and have that shape too. weight, bias, dw and db are contiguous,
+(N,), or (H, N) where the weight is per-head. rstd is contiguous, (M,) with M the product of the leading dimensions,
+float32 (float64 for float64 x). spec and wanted give the dtypes of the results.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.spec import Facts, Maybe, dtype_of
+from tilegym_rmsnorm.call.spec import Facts, Maybe, OpName, dtype_of
 
 ForwardTensors = tuple[Tensor, Maybe, Maybe, Maybe]  # x, weight, bias, residual
 BackwardTensors = tuple[Tensor, Tensor, Maybe, Tensor, Maybe]  # x, dy, weight, rstd, d_residual_out
 Outputs = tuple[Tensor, Tensor, Maybe]  # y, rstd, residual_out
 Gradients = tuple[Tensor, Maybe, Maybe, Maybe]  # dx, d_residual, dw, db, of a backend
 WantedGradients = tuple[Maybe, Maybe, Maybe, Maybe]  # the same, where dx may not be wanted
-
-
-NORM_OPS = "rms_norm_forward", "rms_norm_backward"  # as the registry names a backend's functions
 
 
 class Spec(NamedTuple):
@@ -121,3 +123,21 @@ def parts_of(has_residual: bool, has_bias: bool, has_heads: bool) -> tuple[str, 
         return ()
     named = ("residual", has_residual), ("bias", has_bias), ("weights of heads", has_heads)
     return tuple(name for name, is_there in named if is_there)
+
+
+class ForwardFunction(Protocol):
+    """Compute y, rstd and residual_out from x, weight, bias and residual."""
+
+    def __call__(self, spec: Spec, tensors: ForwardTensors, /) -> Outputs: ...
+
+
+class BackwardFunction(Protocol):
+    """Compute dx, d_residual, dw and db from x, dy, weight, rstd and d_residual_out. x is the normalized tensor:
+    residual_out where there was a residual."""
+
+    def __call__(self, spec: Spec, tensors: BackwardTensors, wanted: Wanted, /) -> Gradients: ...
+
+
+NORM_FORWARD = OpName[ForwardFunction]("rms_norm_forward")
+NORM_BACKWARD = OpName[BackwardFunction]("rms_norm_backward")
+NORM_OPS = NORM_FORWARD, NORM_BACKWARD

@@ -14,35 +14,32 @@ replicated and per-head weights sharded; cos and sin are sharded along the seque
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from tilegym_rmsnorm.call.arithmetic import default_eps
 from tilegym_rmsnorm.call.spec import Call
-from tilegym_rmsnorm.call.tensors import OfPlainType, savable
+from tilegym_rmsnorm.call.tensors import OfPlainType
 from tilegym_rmsnorm.call.validation import are_equal_in_graph
+from tilegym_rmsnorm.ops.rope import passes
 from tilegym_rmsnorm.ops.rope.checks import ROUNDINGS, check_tables, checked_rope, checked_rope_backward
-from tilegym_rmsnorm.ops.rope.kernels import (
-    bind_rope,
-    bind_rope_backward,
-    known_call,
-    rope_by_operations,
-    rope_gradients_by_operations,
-    run_rope,
-    run_rope_backward,
+from tilegym_rmsnorm.ops.rope.spec import (
+    OF_K,
+    OF_Q,
+    ROPE_OPS,
+    ROPE_OPTIONS,
+    RopeGradients,
+    RopeOutputs,
+    RopeWanted,
+    bits_of,
+    wanted_of,
 )
-from tilegym_rmsnorm.ops.rope.spec import ROPE_OPS, ROPE_OPTIONS, RopeGradients, RopeOutputs, RopeWanted
 from tilegym_rmsnorm.routes import choose, known_calls, library_op
-from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
+from tilegym_rmsnorm.routes.autograd import RecordedFunction
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, Tensors
 from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
 
-OF_Q, OF_K = 1, 2  # bits of `wanted`: the gradients of which weights
 _FORWARD_TENSORS = (
     "Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? position_ids"
 )
@@ -58,30 +55,21 @@ SCHEMAS = {
 }
 
 
-def call_rope(tensors: tuple[Any, ...], call: Call) -> RopeOutputs:
+def call_forward(tensors: tuple[Any, ...], call: Call) -> RopeOutputs:
     """Call the forward op on the tensors of a checked forward."""
     library_op.register_sharding(tensors)
     return FORWARD(*tensors, *call.spec[1:], call.backend)
 
 
-def call_rope_backward(tensors: tuple[Any, ...], call: Call, wanted: RopeWanted) -> RopeGradients:
+def call_backward(tensors: tuple[Any, ...], call: Call, wanted: RopeWanted) -> RopeGradients:
     """Call the backward op on the tensors of a checked backward. Gradients of weights have the weights' dtypes."""
     library_op.register_sharding(tensors)
     return BACKWARD(*tensors, bits_of(wanted), *call.spec[1:], call.backend)
 
 
-def bits_of(wanted: RopeWanted) -> int:
-    return OF_Q * (wanted.dq_weight is not None) + OF_K * (wanted.dk_weight is not None)
-
-
-def wanted_of(bits: int, q_weight: Tensor | None, k_weight: Tensor | None) -> RopeWanted:
-    of_q = q_weight.dtype if q_weight is not None and bits & OF_Q else None
-    return RopeWanted(of_q, k_weight.dtype if k_weight is not None and bits & OF_K else None)
-
-
 def _known_backward(tensors: Tensors, options: Options) -> Any:
     wanted, *numbers, backend = options
-    return known_call(tensors, tuple(numbers), backend, wanted) if type(wanted) is int else None
+    return passes.known_call(tensors, tuple(numbers), backend, wanted) if type(wanted) is int else None
 
 
 def _check_forward(*arguments: Any) -> CheckedCall:
@@ -117,37 +105,6 @@ class RopeFunction(RecordedFunction):
     """Normalized and rotated heads, with a gradient."""
 
 
-def recording(run: Callable[[Tensors], Tensors], gradients: Callable[..., RopeGradients]) -> Recording:
-    """Record a call that `run` computes, and whose backward `gradients` computes from its tensors and a RopeWanted."""
-    return Recording(run, _saved, functools.partial(_gradients_of_results, gradients))
-
-
-def _saved(tensors: Tensors, _: Tensors) -> Tensors:
-    return tuple(map(savable, tensors))
-
-
-def _gradients_of_results(
-    gradients: Callable[..., RopeGradients],
-    saved: Callable[[], Tensors],
-    results: Tensors,
-    needs: tuple[bool, ...],
-) -> Tensors:
-    dq_out, dk_out = results
-    if dq_out is None and dk_out is None:
-        return (None,) * 7
-    of_heads = (dq_out, dk_out) * 2  # of q, k and their weights
-    needs_dq, needs_dk, *needs_of_weights = [
-        is_needed and each is not None for is_needed, each in zip(needs[:4], of_heads, strict=True)
-    ]
-    tensors = saved()
-    q, k, q_weight, k_weight, *_ = tensors
-    dq_out = torch.zeros_like(q) if dq_out is None else dq_out
-    dk_out = torch.zeros_like(k) if dk_out is None and k is not None else dk_out
-    bits = OF_Q * needs_of_weights[0] + OF_K * needs_of_weights[1]
-    dq, dk, *of_weights = gradients((dq_out, dk_out, *tensors), wanted_of(bits, q_weight, k_weight))
-    return dq if needs_dq else None, dk if needs_dk else None, *of_weights, None, None, None
-
-
 def _record_forward(*arguments: Any) -> Any:
     tensors, options = arguments[:7], arguments[7:]
     spec = _check_forward(*arguments).checked.spec
@@ -157,13 +114,13 @@ def _record_forward(*arguments: Any) -> Any:
         with library_op.below_autograd():
             return FORWARD(*tensors, *options)
 
-    return RopeFunction.apply(recording(run, functools.partial(_gradients_of_op, call)), *tensors)
+    return RopeFunction.apply(passes.recording(run, functools.partial(_gradients_of_op, call)), *tensors)
 
 
 def _gradients_of_op(call: Call, tensors: Tensors, wanted: RopeWanted) -> RopeGradients:
     if choose.why_create_graph() is None:
-        return call_rope_backward(tensors, call, wanted)
-    return rope_gradients_by_operations(tensors, call.spec, wanted)
+        return call_backward(tensors, call, wanted)
+    return passes.rope_gradients_by_operations(tensors, call.spec, wanted)
 
 
 def _sharding_rules(count: int, arguments: tuple[Any, ...]) -> list[tuple[list[Any], list[Any]]]:
@@ -215,12 +172,11 @@ FORWARD = library_op.define(
         count=7,
         for_backend=itemgetter(slice(7)),
         known=known_calls.shared(),
-        known_call=lambda tensors, options: known_call(tensors, options[:-1], options[-1]),
+        known_call=lambda tensors, options: passes.known_call(tensors, options[:-1], options[-1]),
         check=_check_forward,
-        run=lambda asked, call: run_rope(asked.checked, call),
-        bind=lambda tensors, call, _: bind_rope(tensors, call),
+        bind=lambda tensors, call, _: passes.bind_forward(tensors, call),
         for_fakes=_outputs_for_fakes,
-        by_operations=lambda asked: rope_by_operations(asked.checked.tensors, asked.checked.spec),
+        by_operations=lambda asked: passes.rope_by_operations(asked.checked.tensors, asked.checked.spec),
         rules=lambda *arguments: _sharding_rules(2, arguments),
         record=_record_forward,
     )
@@ -234,10 +190,9 @@ BACKWARD = library_op.define(
         known=known_calls.shared(),
         known_call=_known_backward,
         check=_check_backward,
-        run=lambda asked, call: run_rope_backward(asked.checked, call, asked.wanted),
-        bind=lambda tensors, call, asked: bind_rope_backward(tensors, call, asked.wanted),
+        bind=lambda tensors, call, asked: passes.bind_backward(tensors, call, asked.wanted),
         for_fakes=_gradients_for_fakes,
-        by_operations=lambda asked: rope_gradients_by_operations(
+        by_operations=lambda asked: passes.rope_gradients_by_operations(
             asked.checked.tensors, asked.checked.spec, asked.wanted
         ),
         rules=lambda *arguments: _sharding_rules(4, arguments),

@@ -4,16 +4,22 @@
 """Define the records of a checked call of `qk_norm_rope`, and the order of its tensors.
 
 `RopeSpec` has the numbers, `RopeWanted` the dtypes of the gradients of weights. `rms_norm_rope` is a call without k.
+
+A backend receives q (B, T, Hq, D), and k (B, T, Hk, D) or None, with a last stride of 1 and any other
+strides but 0; so are dq_out and dk_out, each with its own dtype and strides. Weights are contiguous, (D,) or (H, D), or
+None. cos and sin have one shape, (rows, R) or (rows, R / 2), one dtype, and a last stride of 1. positions is int64
+or int32, (1, T) or (B, T), contiguous; None: the tables have T rows, or B * T. q_out, k_out, dq and dk are new and
+contiguous, in the dtypes of q and k; the gradients of weights have their shapes. There are elements in all of them.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.spec import Facts, Maybe, dtype_of
+from tilegym_rmsnorm.call.spec import Facts, Maybe, OpName, dtype_of
 
 RopeRounding = Literal["end", "norm", "each"]  # see `qk_norm_rope`
 # q, k, q_weight, k_weight, cos, sin, positions
@@ -22,9 +28,6 @@ RopeTensors = tuple[Tensor, Maybe, Maybe, Maybe, Tensor, Tensor, Maybe]
 RopeBackwardTensors = tuple[Tensor, Maybe, Tensor, Maybe, Maybe, Maybe, Tensor, Tensor, Maybe]
 RopeOutputs = tuple[Tensor, Maybe]  # q_out, k_out
 RopeGradients = tuple[Tensor, Maybe, Maybe, Maybe]  # dq, dk, dq_weight, dk_weight
-
-
-ROPE_OPS = "qk_norm_rope_forward", "qk_norm_rope_backward"  # as the registry names a backend's functions
 
 
 class RopeSpec(NamedTuple):
@@ -67,3 +70,34 @@ class RopeWanted(NamedTuple):
     @property
     def why_no_backend(self) -> None:
         """None: a backend is asked, see `Wanted.why_no_backend`."""
+
+
+OF_Q, OF_K = 1, 2  # bits by which the backward op is told which gradients of weights are wanted
+
+
+def bits_of(wanted: RopeWanted) -> int:
+    return OF_Q * (wanted.dq_weight is not None) + OF_K * (wanted.dk_weight is not None)
+
+
+def wanted_of(bits: int, q_weight: Tensor | None, k_weight: Tensor | None) -> RopeWanted:
+    of_q = q_weight.dtype if q_weight is not None and bits & OF_Q else None
+    return RopeWanted(of_q, k_weight.dtype if k_weight is not None and bits & OF_K else None)
+
+
+class RopeForwardFunction(Protocol):
+    """Compute q_out and k_out."""
+
+    def __call__(self, spec: RopeSpec, tensors: RopeTensors, /) -> RopeOutputs: ...
+
+
+class RopeBackwardFunction(Protocol):
+    """Compute dq, dk and the gradients of the weights."""
+
+    def __call__(
+        self, spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted, /
+    ) -> RopeGradients: ...
+
+
+ROPE_FORWARD = OpName[RopeForwardFunction]("qk_norm_rope_forward")
+ROPE_BACKWARD = OpName[RopeBackwardFunction]("qk_norm_rope_backward")
+ROPE_OPS = ROPE_FORWARD, ROPE_BACKWARD
