@@ -295,15 +295,15 @@ def _clamped(TABLES, steps, place, ROWS):
     return (ct.astype(ct.minimum(ct.maximum(trows, 0), cos.shape[0] - 1), ct.int32),)
 
 
-def _pairs_alone(a, b, PIECES):
-    return ct.sum(a[0] * b[0] + a[1] * b[1], axis=3, keepdims=True)
+def _pairs_alone(a, b, PIECES, AXIS):
+    return ct.sum(a[0] * b[0] + a[1] * b[1], axis=AXIS, keepdims=True)
 
 
 MISTAKES = {
     "the sign of sin": ("rotated", _sign),
     "the inverse in place of the adjoint": ("rotated_back", _inverse),
     "positions are clamped": ("rows_of_steps", _clamped),
-    "the mean is of what is rotated": ("sum_over_columns", _pairs_alone),
+    "the mean is of what is rotated": ("sum_of_products", _pairs_alone),
 }
 
 

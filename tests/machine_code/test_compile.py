@@ -35,7 +35,8 @@ from compiling import (  # noqa: E402
 )
 
 from tilegym_rmsnorm.backends.cutile.kernels.pdl import wait_for_launch_before  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstInt, load_tile  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.rows import load_tile  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstInt  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.weights import load_scale_tile  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tuning.search import rows_of  # noqa: E402

@@ -33,7 +33,8 @@ from rope_cases import RopeCase, make  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.pdl import NO_BLOCK, wait_for_launch_before  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt, load_tile  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.rows import load_tile  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.partition import Team  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS  # noqa: E402

@@ -29,7 +29,8 @@ from compiling import (  # noqa: E402
 from control_flow import loops  # noqa: E402
 from pipelines import overwritten  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.rows import load_gradient_tiles  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.partition import Walks  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, SAME  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402

@@ -9,7 +9,7 @@ For row i of x (M x N), in float32, with xhat = x * rstd:
 
 Behind a residual x is what was normalized, and dx is not all of its gradient: residual.py.
 
-The kernels compute it with rstd moved to dy, six instructions an element instead of eight, two of them fused:
+formula.py has rstd moved to dy: six instructions an element instead of eight, two of them fused:
 
     h = dy * rstd      g = h * (weight + offset)      c = mean_j(x * g)
     dx = g - x * (c * rstd^2)                         dw = sum_i h * x
@@ -48,123 +48,68 @@ rounded it; dx never rounds xhat.
 
 import cuda.tile as ct
 
+from .formula import factor_of_x, gradient, h_and_g, terms_of_dw
 from .heads import (
+    beside_rows,
     count_tiles,
+    load_columns_at,
     load_optional_at,
     load_rstd_at,
-    load_scale_at,
     load_tiles_at,
     place_of_tile,
+    rows_in,
     store_partials_at,
-    store_tile_at,
-    zeros_of_tiles,
+    store_tiles_at,
 )
-from .residual import (
-    NO_RESIDUAL_GRADIENTS,
-    load_d_residual_out,
-    residual_with_divisor,
-    store_d_residual,
-    with_d_residual_out,
-)
+from .pdl import wait_and_signal
+from .residual import store_gradients
+from .rows import column_tiles, load_row, rows_of, store_row, store_sums, with_divisor
 from .team import sum_of_team
 from .tiles import (
     ConstBool,
     ConstInt,
     added,
-    column_tiles,
-    factor_of_x,
-    load_row,
-    multiplied,
     packed_row_as_float32,
-    products_lane_by_lane,
+    paired_row_as_float32,
     row_as_float32,
-    row_of_terms_of_dw,
-    rows_of,
-    store_row,
     sum_of_products,
-    with_divisor,
-    zero_row,
+    zeros,
+    zeros_like,
 )
-from .weights import load_scale
+from .weights import load_scale, scale_of
 
 
-def h_and_g(tdy, trstd, tscale):
-    """dy * rstd, and that times tscale; without a weight tscale is empty."""
-    th = tuple(t * trstd for t in ct.static_iter(tdy))
-    tg = th
-    if len(tscale) > 0:
-        tg = multiplied(th, tscale)
-    return th, tg
+def row_gradients(load, store, arrays, where, NUMBERS, PIECES, HOW, tahead=(), team=()):
+    """Write dx of one row, and return its terms of dw, which the compiler leaves out where nobody uses them, and behind
+    them, if HAS_DB, those of db.
 
-
-def row_gradients(
-    arrays,
-    row,
-    tcolumns,
-    inv_n,
-    offset,
-    OF_ROW,
-    PIECES,
-    LATENCY,
-    PACKED=False,
-    residual_gradients=NO_RESIDUAL_GRADIENTS,
-    HAS_DB=False,
-    team=(),
-):
-    """Writes dx of one row, by gathers, and returns its terms of dw, which the compiler leaves out where nobody uses
-    them, and behind them, if HAS_DB, those of db.
-
-    OF_ROW is (EVEN, HAS_WEIGHT, ROUND_XHAT), here and in pipelined.py and backward_team.py. In a loop the compiler
-    hoists the load of weight. PACKED keeps x and dy in their own 16 bits while the products are summed.
-    residual_gradients: d_residual_out and d_residual (residual.py). team, of a block that holds a part of the row
-    (backward_team.py): the board, which part, MEMBERS and SLOTS.
+    load, store: by gathers or by TMA (rows.py), where TMA's rows may be widened in pairs, PAIRED. HOW is (LATENCY,
+    PACKED, PAIRED, ROUND_XHAT, HAS_DB). In a loop the compiler hoists the load of weight. PACKED keeps x and dy in
+    their own 16 bits while the products are summed. tahead: the row's rstd, if it is here already. team: of a block
+    that holds a part of the row (team.py).
     """
-    dx, dy, x, weight, rstd = arrays
-    EVEN, HAS_WEIGHT, ROUND_XHAT = OF_ROW
-    d_residual_out, d_residual = residual_gradients
-    tstored_x = load_row(x, row, tcolumns, EVEN, LATENCY)
-    tstored_dy = load_row(dy, row, tcolumns, EVEN, LATENCY)
-    td_residual_out = load_d_residual_out(d_residual_out, row, tcolumns, EVEN, LATENCY)
-    trstd = ct.load(rstd, row, shape=())
-    tscale = ()
-    if HAS_WEIGHT:
-        tscale = load_scale(weight, tcolumns, offset, EVEN)
+    dx, dy, x, weights, rstd, d_residual_out, d_residual = arrays
+    inv_n, offset = NUMBERS
+    LATENCY, PACKED, PAIRED, ROUND_XHAT, HAS_DB = HOW
+    tstored_x, tstored_dy = load(x, where, LATENCY), load(dy, where, LATENCY)
+    td_residual_out = load(d_residual_out[0], where, LATENCY) if len(d_residual_out) > 0 else ()
+    trstd = tahead[0] if len(tahead) > 0 else ct.load(rstd, where[0], shape=())
+    tscale = load_scale(weights, where, offset)
 
-    tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
+    if PAIRED:
+        tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
+    else:
+        tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
     th, tg = h_and_g(tdy, trstd, tscale)
-    total = sum_of_products(tx, tg, PIECES)
-    if len(team) > 0:
-        board, member, MEMBERS, SLOTS = team
-        total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
+    total = sum_of_team(sum_of_products(tx, tg, PIECES), where[0], team)
     tfactor = factor_of_x(total * inv_n, trstd)
     if PACKED:
         tx, tdy = packed_row_as_float32(tstored_x), packed_row_as_float32(tstored_dy)
         th, tg = h_and_g(tdy, trstd, tscale)
 
-    td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
-    td = with_d_residual_out(td, td_residual_out)
-    tdx = store_d_residual(d_residual, row, tcolumns, td, EVEN)
-    store_row(dx, row, tcolumns, tdx, EVEN)
-    tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
-    if HAS_DB:
-        tterms = tterms + tdy
-    return tterms
-
-
-def zeros_of_partials(tcolumns, HAS_DB):
-    """Sums of dw before the first row, and behind them, if there is db, those of db."""
-    tsums = zero_row(tcolumns)
-    if HAS_DB:
-        tsums = tsums + zero_row(tcolumns)
-    return tsums
-
-
-def store_partials(dw_partial, db_partial, p, tcolumns, tsums, EVEN, HAS_DW):
-    """Writes such sums as row p of dw_partial and of db_partial, of those that there are."""
-    if HAS_DW:
-        store_row(dw_partial, p, tcolumns, tsums, EVEN)
-    if len(db_partial) > 0:
-        store_row(db_partial[0], p, tcolumns, tsums[len(tcolumns) :], EVEN)
+    store_gradients(store, where, dx, d_residual, gradient(tx, tfactor, tg), td_residual_out)
+    tterms = terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+    return tterms + tdy if HAS_DB else tterms
 
 
 def backward_rows(
@@ -199,51 +144,25 @@ def backward_rows(
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
-    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
-    arrays = (dx, dy, x, weight, rstd)
-    OF_ROW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
+    d_residual = with_divisor(d_residual, DIVISOR)
+    arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
+    NUMBERS, partials, HAS_DB = (inv_n, offset), (dw_partial, db_partial), len(db_partial) > 0
     tcolumns = column_tiles(WIDTH, PIECES, REST)
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
+    wait_and_signal(DEPENDENT)
 
-    HAS_DB = len(db_partial) > 0
     if SHORT and rows_of(x) <= ct.num_blocks(0):
-        tsums = row_gradients(
-            arrays, ct.bid(0), tcolumns, inv_n, offset, OF_ROW, PIECES, 1, PACKED, residual_gradients, HAS_DB
-        )
-        store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)
+        HOW = (1, PACKED, False, ROUND_XHAT, HAS_DB)
+        where = (ct.bid(0), 0, tcolumns, EVEN)
+        tsums = row_gradients(load_row, store_row, arrays, where, NUMBERS, PIECES, HOW)
+        store_sums(store_row, (ct.bid(0), 0, tcolumns, EVEN), partials, tsums, HAS_DW)
     else:
-        tsums = zeros_of_partials(tcolumns, HAS_DB)
+        HOW = (LATENCY, PACKED, False, ROUND_XHAT, HAS_DB)
+        tsums = zeros_like(tcolumns + tcolumns if HAS_DB else tcolumns)
         for row in range(ct.bid(0), rows_of(x), ct.num_blocks(0)):
-            tterms = row_gradients(
-                arrays,
-                row,
-                tcolumns,
-                inv_n,
-                offset,
-                OF_ROW,
-                PIECES,
-                LATENCY,
-                PACKED,
-                residual_gradients,
-                HAS_DB,
-            )
+            where = (row, 0, tcolumns, EVEN)
+            tterms = row_gradients(load_row, store_row, arrays, where, NUMBERS, PIECES, HOW)
             tsums = added(tsums, tterms)
-        store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)
-
-
-def store_gradients(dx, d_residual, place, tx, tg, tfactor, td_residual_out, SHAPE, TMA):
-    """Writes dx of a tile, and d_residual where that is an array of its own (residual.py)."""
-    for k in ct.static_iter(range(len(tx))):
-        td = tx[k] * tfactor + tg[k]
-        if len(td_residual_out) > 0:
-            td = td + td_residual_out[k]
-        if len(d_residual) == 2:
-            store_tile_at(d_residual[0], place, k, td, SHAPE, TMA)
-        if len(d_residual) > 0:
-            td = td * d_residual[-1]
-        store_tile_at(dx, place, k, td, SHAPE, TMA)
+        store_sums(store_row, (ct.bid(0), 0, tcolumns, EVEN), partials, tsums, HAS_DW)
 
 
 def backward_tiles(
@@ -279,35 +198,31 @@ def backward_tiles(
     signal: it would order them with each other, and a step would wait for the one before."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
-    d_residual = residual_with_divisor(d_residual, DIVISOR)
-    SHAPE = (ROWS, HEADS, WIDTH)
+    d_residual = with_divisor(d_residual, DIVISOR)
+    SHAPE, HOW = (ROWS, HEADS, WIDTH), (LATENCY, TMA, DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
     first = place_of_tile(x, ct.bid(0), SHAPE)
-    tscale = ()
-    if HAS_WEIGHT:
-        tscale = load_scale_at(weight, first, offset, SHAPE, PIECES, TMA, DIVISOR, PER_HEAD)
+    tweight = load_columns_at((weight,) if HAS_WEIGHT else (), first, SHAPE, PIECES, HOW, PER_HEAD)
+    tscale = beside_rows(scale_of(tweight, offset), SHAPE, PER_HEAD)
 
-    tdw = zeros_of_tiles(SHAPE, PIECES)
-    tdb = zeros_of_tiles(SHAPE, len(db_partial) * PIECES)
+    tdw = zeros((rows_in(SHAPE), WIDTH), PIECES)
+    tdb = tdw if len(db_partial) > 0 else ()
     for i in range(ct.bid(0), count_tiles(x, SHAPE), ct.num_blocks(0)):
         place = place_of_tile(x, i, SHAPE)
         trstd = load_rstd_at(rstd, x, place, SHAPE, TMA)
-        tx = load_tiles_at(x, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
-        tdy = load_tiles_at(dy, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
-        td_residual_out = load_optional_at(d_residual_out, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
+        tx = load_tiles_at(x, place, SHAPE, PIECES, HOW)
+        tdy = load_tiles_at(dy, place, SHAPE, PIECES, HOW)
+        td_residual_out = load_optional_at(d_residual_out, place, SHAPE, PIECES, HOW)
         th, tg = h_and_g(tdy, trstd, tscale)
-        tproducts = products_lane_by_lane(tx, tg, PIECES)
-        tfactor = factor_of_x(ct.sum(tproducts, axis=1, keepdims=True) * inv_n, trstd)
+        tfactor = factor_of_x(sum_of_products(tx, tg, PIECES, AXIS=1) * inv_n, trstd)
 
-        store_gradients(dx, d_residual, place, tx, tg, tfactor, td_residual_out, SHAPE, TMA)
-        if HAS_DW:
-            tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
-            tdw = added(tdw, tterms)
-        if len(db_partial) > 0:
-            tdb = added(tdb, tdy)
+        for k in ct.static_iter(range(PIECES)):
+            td = gradient(tx[k : k + 1], tfactor, tg[k : k + 1])
+            where, tof_residual = (place, k, SHAPE, TMA), td_residual_out[k : k + 1]
+            store_gradients(store_tiles_at, where, dx, d_residual, td, tof_residual)
+        tdw = added(tdw, terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT))
+        tdb = added(tdb, tdy)
 
-    if HAS_DW:
-        store_partials_at(dw_partial, x, first, tdw, SHAPE, PER_HEAD)
-    if len(db_partial) > 0:
-        store_partials_at(db_partial[0], x, first, tdb, SHAPE, PER_HEAD)
+    where, partials = (x, first, SHAPE, PER_HEAD), (dw_partial, db_partial)
+    store_sums(store_partials_at, where, partials, tdw + tdb, HAS_DW)

@@ -23,96 +23,21 @@ until then. So two blocks share a row of 32768, not eight: on an H200 in bfloat1
 
 import cuda.tile as ct
 
-from .backward import h_and_g, row_gradients
+from .backward import row_gradients
+from .pdl import wait_and_signal
 from .pipelined import add_row_by_tma
-from .residual import residual_with_divisor, times_alpha, with_d_residual_out
-from .team import join_team, sum_of_team
-from .tiles import (
-    ConstBool,
-    ConstInt,
-    added,
+from .rows import (
     column_tiles_of,
-    factor_of_x,
     load_part_of_row,
+    load_row,
     not_hoisted,
-    paired_row_as_float32,
-    row_as_float32,
-    row_of_terms_of_dw,
     rstd_ahead,
     store_part_of_row,
     store_row,
-    sum_of_products,
     with_divisor,
-    zero_row,
 )
-from .weights import load_scale
-
-
-def part_gradients(arrays, row, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, residual_gradients, team):
-    """Writes dx of a block's part of one row, by TMA, and returns its terms of dw. tahead: the row's rstd, if it is
-    here already; tcolumns serve the weight alone."""
-    dx, dy, x, weight, rstd = arrays
-    d_residual_out, d_residual = residual_gradients
-    EVEN, HAS_WEIGHT, ROUND_XHAT = OF_ROW
-    board, member, MEMBERS, SLOTS = team
-    tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
-    tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
-    td_residual_out = ()
-    if len(d_residual_out) > 0:
-        td_residual_out = load_part_of_row(d_residual_out[0], row, member, tcolumns, LATENCY)
-    if len(tahead) > 0:
-        trstd = tahead[0]
-    else:
-        trstd = ct.load(rstd, row, shape=())
-    tscale = ()
-    if HAS_WEIGHT:
-        tscale = load_scale(weight, tcolumns, offset, EVEN)
-
-    if ROUND_XHAT:  # rounding leaves no registers for pairs
-        tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
-    else:
-        tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
-    th, tg = h_and_g(tdy, trstd, tscale)
-    total = sum_of_products(tx, tg, len(tcolumns))
-    total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
-    tfactor = factor_of_x(total * inv_n, trstd)
-
-    td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
-    td = with_d_residual_out(td, td_residual_out)
-    if len(d_residual) == 2:
-        store_part_of_row(d_residual[0], row, member, td)
-    store_part_of_row(dx, row, member, times_alpha(td, d_residual))
-    return row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
-
-
-def add_part(
-    arrays, row, tdw, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, PACKED, residual_gradients, team
-):
-    """Write a part's dx; return tdw plus its terms."""
-    if PACKED:
-        tsums = add_row_by_tma(
-            arrays[:4],
-            row,
-            tdw,
-            tahead[0],
-            tcolumns,
-            inv_n,
-            offset,
-            OF_ROW,
-            LATENCY,
-            PACKED,
-            residual_gradients,
-            team,
-        )
-    else:
-        tplaces = tcolumns
-        if len(tahead) == 0:
-            tplaces = not_hoisted(tcolumns, row)
-        tterms = part_gradients(
-            arrays, row, tplaces, tahead, inv_n, offset, OF_ROW, LATENCY, residual_gradients, team
-        )
-        tsums = added(tdw, tterms)
-    return tsums
+from .team import join_team, member_of
+from .tiles import ConstBool, ConstInt, added, zeros_like
 
 
 def backward_team(
@@ -141,32 +66,19 @@ def backward_team(
 ):
     """Grid: (P * MEMBERS,). Team k walks rows k, k + P, ...; its member m holds PIECES tiles of columns of each."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
-    d_residual_out = with_divisor(d_residual_out, DIVISOR)
-    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
+    d_residual_out, d_residual = with_divisor(d_residual_out, DIVISOR), with_divisor(d_residual, DIVISOR)
+    wait_and_signal(DEPENDENT)
     first, team = join_team(board, MEMBERS, SLOTS)
-    tcolumns = column_tiles_of(team[1], WIDTH, PIECES)
-    arrays = (dx, dy, x, weight, rstd)
-    OF_ROW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
-    tdw = zero_row(tcolumns)
+    tcolumns = column_tiles_of(member_of(team), WIDTH, PIECES)
+    arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
+    NUMBERS, HOW = (inv_n, offset), (LATENCY, False, False, ROUND_XHAT, False)
+    tdw = zeros_like(tcolumns)
     for row in range(first, x.shape[0], ct.num_blocks(0) // MEMBERS):
-        tterms = row_gradients(
-            arrays,
-            row,
-            tcolumns,
-            inv_n,
-            offset,
-            OF_ROW,
-            PIECES,
-            LATENCY,
-            residual_gradients=residual_gradients,
-            team=team,
-        )
+        where = (row, member_of(team), tcolumns, EVEN)
+        tterms = row_gradients(load_row, store_row, arrays, where, NUMBERS, PIECES, HOW, team=team)
         tdw = added(tdw, tterms)
     if HAS_DW:
-        store_row(dw_partial, first, tcolumns, tdw, EVEN)
+        store_row(dw_partial, (first, member_of(team), tcolumns, EVEN), tdw)
 
 
 def backward_pipelined_team(
@@ -197,37 +109,32 @@ def backward_pipelined_team(
 ):
     """Grid: as backward_team's."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
-    d_residual_out = with_divisor(d_residual_out, DIVISOR)
-    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
+    d_residual_out, d_residual = with_divisor(d_residual_out, DIVISOR), with_divisor(d_residual, DIVISOR)
+    wait_and_signal(DEPENDENT)
     first, team = join_team(board, MEMBERS, SLOTS)
-    tcolumns = column_tiles_of(team[1], WIDTH, PIECES)
-    arrays = (dx, dy, x, weight, rstd)
-    OF_ROW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
-    tdw = zero_row(tcolumns)
-    tahead = ()
-    if RSTD_AHEAD:
-        tahead = (rstd_ahead(rstd, first),)
+    tcolumns = column_tiles_of(member_of(team), WIDTH, PIECES)
+    arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
+    NUMBERS = (inv_n, offset)
+    tdw = zeros_like(tcolumns)
+    tahead = (rstd_ahead(rstd, first),) if RSTD_AHEAD else ()
     for row in range(first, x.shape[0], ct.num_blocks(0) // MEMBERS):
-        tnext = ()
-        if RSTD_AHEAD:
-            tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),)
-        tdw = add_part(
-            arrays,
-            row,
-            tdw,
-            tcolumns,
-            tahead,
-            inv_n,
-            offset,
-            OF_ROW,
-            LATENCY,
-            PACKED,
-            residual_gradients,
-            team,
-        )
+        tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),) if RSTD_AHEAD else ()
+        where = (row, member_of(team), tcolumns if RSTD_AHEAD else not_hoisted(tcolumns, row), EVEN)
+        if PACKED:
+            HOW = (LATENCY, PACKED, ROUND_XHAT)
+            tdw = add_row_by_tma(arrays, where, tdw, tahead[0], NUMBERS, HOW, team)
+        else:
+            HOW = (
+                LATENCY,
+                False,
+                not ROUND_XHAT,
+                ROUND_XHAT,
+                False,
+            )  # rounding leaves no registers for pairs
+            tterms = row_gradients(
+                load_part_of_row, store_part_of_row, arrays, where, NUMBERS, PIECES, HOW, tahead, team
+            )
+            tdw = added(tdw, tterms)
         tahead = tnext
     if HAS_DW:
-        store_row(dw_partial, first, tcolumns, tdw, EVEN)
+        store_row(dw_partial, (first, member_of(team), tcolumns, EVEN), tdw)

@@ -29,86 +29,62 @@ reduction, where its latency shows once more.
 
 import cuda.tile as ct
 
+from .formula import rstd_of, scaled, xhat_of
 from .heads import (
+    beside_rows,
     load_columns_at,
     load_optional_at,
     place_of_tile,
     store_rstd_at,
-    store_tile_at,
+    store_tiles_at,
     sum_of_indices,
 )
 from .pdl import wait_for_launch_before
-from .residual import added_residual, residual_with_divisor, row_with_residual
-from .team import sum_of_team
-from .tiles import (
-    ConstBool,
-    ConstInt,
-    added,
-    as_float32,
-    column_tiles,
-    gather_tile,
-    has_aligned_rows,
-    load_row,
-    multiplied,
-    packed_row_as_float32,
-    products_lane_by_lane,
-    rounded,
-    row_as_float32,
-    store_row,
-    sum_of_products,
-    with_divisor,
-)
-from .weights import gather_columns, joint_load, load_scale, load_weight, scale_of, shifted, weight_tile
+from .residual import with_residual
+from .rows import column_tiles, gather_tile, has_aligned_rows, load_row, store_row, with_divisor
+from .team import member_of, sum_of_team
+from .tiles import ConstBool, ConstInt, as_float32, packed_row_as_float32, row_as_float32, sum_of_products
+from .weights import gather_columns, joint_load, load_scale, load_weight, scale_of, weight_tile
 
 
-def normalize_row(
-    arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, residual=(), bias=(), team=()
-):
+def normalize_row(arrays, where, NUMBERS, PIECES, HOW, team=()):
     """Writes y and rstd of one row.
 
-    HOW is (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS), the switches of
-    `forward_rows` and two more: ALIGNED, whether rows begin at multiples of 16 bytes; SIGNALS, whether the next kernel
-    is let in here. team, of a block that holds a part of the row (forward_team.py): the board, which part, MEMBERS and
-    SLOTS."""
-    y, rstd, x, weight = arrays
-    EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS = HOW
-    IS_JOINT = HAS_WEIGHT and JOINT_WEIGHT and weight.dtype == x.dtype
-    IS_EARLY = HAS_WEIGHT and not IS_JOINT and (EARLY_WEIGHT or JOINT_WEIGHT)
-    tstored = load_row(x, row, tcolumns, EVEN, LATENCY)
+    HOW is (LATENCY, ALIGNED, PACKED, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS), the switches of `forward_rows`
+    and two more: ALIGNED, whether rows begin at multiples of 16 bytes; SIGNALS, whether the next kernel is let in here.
+    team: of a block that holds a part of the row (team.py)."""
+    y, rstd, x, weights, residual, bias = arrays
+    inv_n, eps, offset = NUMBERS
+    LATENCY, ALIGNED, PACKED, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS = HOW
+    IS_JOINT = JOINT_WEIGHT and len(weights) > 0 and weights[0].dtype == x.dtype
+    IS_EARLY = not IS_JOINT and (EARLY_WEIGHT or JOINT_WEIGHT)
+    tstored = load_row(x, where, LATENCY)
     if IS_JOINT:
-        tweight = load_weight(weight, tcolumns, EVEN)
+        tweight = load_weight(weights[0], where)
         tstored = joint_load(tstored, tweight, ALIGNED)
     if IS_EARLY:
-        tscale = load_scale(weight, tcolumns, offset, EVEN)
+        tscale = load_scale(weights, where, offset)
     if SIGNALS:
         ct.grid_dependency_control_launch_dependents()
 
-    tstored = row_with_residual(tstored, residual, row, tcolumns, EVEN, LATENCY)
+    tresidual = load_row(residual[0], where, LATENCY) if len(residual) > 0 else ()
+    tstored = with_residual(tstored, tresidual, residual, store_row, where)
     tx = row_as_float32(tstored)
-    total = sum_of_products(tx, tx, PIECES)
-    is_first = True
-    if len(team) > 0:
-        board, member, MEMBERS, SLOTS = team
-        total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
-        is_first = member == 0
-    trstd = ct.rsqrt(total * inv_n + eps)
+    total = sum_of_team(sum_of_products(tx, tx, PIECES), where[0], team)
+    is_first = member_of(team) == 0
+    trstd = rstd_of(total, inv_n, eps)
     if is_first:
-        ct.scatter(rstd, row, trstd)
+        ct.scatter(rstd, where[0], trstd)
 
     if PACKED:
         tx = packed_row_as_float32(tstored)
-    ty = tuple(rounded(t * trstd, tstored[0].dtype, ROUND_XHAT) for t in ct.static_iter(tx))
-    if HAS_WEIGHT:
-        if IS_JOINT:
-            tscale = scale_of(tweight, offset)
-        elif not IS_EARLY:
-            tscale = load_scale(weight, tcolumns, offset, EVEN)
-        ty = multiplied(ty, tscale)
-    if len(bias) > 0:
-        tbias = row_as_float32(load_weight(bias[0], tcolumns, EVEN))
-        ty = added(ty, tbias)
-
-    store_row(y, row, tcolumns, ty, EVEN)
+    txhat = xhat_of(tx, trstd, tstored[0].dtype, ROUND_XHAT)
+    if IS_JOINT:
+        tscale = scale_of(tweight, offset)
+    elif not IS_EARLY:
+        tscale = load_scale(weights, where, offset)
+    tbias = row_as_float32(load_weight(bias[0], where)) if len(bias) > 0 else ()
+    store_row(y, where, scaled(txhat, tscale, tbias))
 
 
 def forward_rows(
@@ -137,7 +113,7 @@ def forward_rows(
     """Grid: (M,). The signal to the next kernel comes first, unless EARLY_WEIGHT needs it behind the loads. PACKED
     keeps x in its own 16 bits while the squares are summed, which makes room for an early weight."""
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
-    residual, bias = residual_with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
+    residual, bias = with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
     if DEPENDENT and JOINT_WEIGHT:
         wait_for_launch_before(ct.bid(0))
@@ -145,63 +121,49 @@ def forward_rows(
         ct.grid_dependency_control_wait()
     if DEPENDENT and not EARLY_WEIGHT:
         ct.grid_dependency_control_launch_dependents()
+    arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
+    where, NUMBERS = (ct.bid(0), 0, tcolumns, EVEN), (inv_n, eps, offset)
     ALIGNED, SIGNALS = has_aligned_rows(x, DIVISOR), DEPENDENT and EARLY_WEIGHT
-    HOW = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS)
-    arrays = (y, rstd, x, weight)
-    normalize_row(arrays, ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, residual, bias)
+    HOW = (LATENCY, ALIGNED, PACKED, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS)
+    normalize_row(arrays, where, NUMBERS, PIECES, HOW)
 
 
-def load_block(arrays, place, SHAPE, PIECES, LATENCY, EVEN, GATHERS, DIVISOR):
+def load_block(arrays, BLOCK):
     """A block's tiles of the one array of rows in a tuple, as float32; nothing of an empty tuple. By gathers rows past
-    the last one are that one again; tiles have zeros there."""
+    the last one are that one again; tiles have zeros there. BLOCK is (place, SHAPE, PIECES, HOW, EVEN, GATHERS)."""
+    place, SHAPE, PIECES, HOW, EVEN, GATHERS = BLOCK
     ROWS, _, WIDTH = SHAPE
     if GATHERS and len(arrays) > 0:
         trows = ct.minimum(place[0] * ROWS + ct.arange(ROWS, dtype=ct.int32), arrays[0].shape[0] - 1)
         tcolumns = column_tiles(WIDTH, PIECES, 0)
         tiles = tuple(
-            gather_tile(arrays[0], trows, tcolumns[k], EVEN or k < PIECES - 1, LATENCY)
+            gather_tile(arrays[0], trows, tcolumns[k], EVEN or k < PIECES - 1, HOW[0])
             for k in ct.static_iter(range(PIECES))
         )
     else:
-        tiles = load_optional_at(arrays, place, SHAPE, PIECES, LATENCY, False, DIVISOR)
+        tiles = load_optional_at(arrays, place, SHAPE, PIECES, HOW)
     return tiles
 
 
-def load_columns_of_block(
-    array, dtype, place, SHAPE, PIECES, EVEN, GATHERS, JOINT, DIVISOR, PER_HEAD, shift=()
-):
-    """A row of a weight or bias beside rows of `dtype`, as float32 that broadcasts to a block's tiles. shift: () or
-    (what is added,)."""
+def load_columns_of_block(arrays, dtype, BLOCK, JOINT, PER_HEAD):
+    """The weight or bias in a tuple beside rows of `dtype`, as float32 tiles; () of (). `beside_rows` is next."""
+    place, SHAPE, PIECES, HOW, EVEN, GATHERS = BLOCK
     ROWS, _, WIDTH = SHAPE
-    if GATHERS:
+    if GATHERS and len(arrays) > 0:
         tcolumns = column_tiles(WIDTH, PIECES, 0)
-        if JOINT and array.dtype == dtype:
+        if JOINT and arrays[0].dtype == dtype:
             tiles = tuple(
-                shifted(gather_columns(array, ROWS, tcolumns[k], EVEN or k < PIECES - 1), shift)
+                gather_columns(arrays[0], ROWS, tcolumns[k], EVEN or k < PIECES - 1)
                 for k in ct.static_iter(range(PIECES))
             )
         else:
             tiles = tuple(
-                ct.reshape(shifted(as_float32(weight_tile(array, tcolumns, k, EVEN)), shift), (1, WIDTH))
+                ct.reshape(as_float32(weight_tile(arrays[0], tcolumns, k, EVEN)), (1, WIDTH))
                 for k in ct.static_iter(range(PIECES))
             )
     else:
-        tiles = tuple(
-            load_columns_at(array, place, k, SHAPE, False, DIVISOR, PER_HEAD, shift)
-            for k in ct.static_iter(range(PIECES))
-        )
+        tiles = load_columns_at(arrays, place, SHAPE, PIECES, HOW, PER_HEAD)
     return tiles
-
-
-def tiles_with_residual(tx, tresidual, residual, place, SHAPE):
-    """Return the tiles to normalize, float32: those of x, or of residual_out, which this writes."""
-    if len(residual) > 0:
-        _, residual_out, alpha = residual
-        tresidual_out = added_residual(tx, tresidual, alpha, residual_out.dtype)
-        for k in ct.static_iter(range(len(tresidual_out))):
-            store_tile_at(residual_out, place, k, tresidual_out[k], SHAPE, False)
-        tx = row_as_float32(tresidual_out)
-    return tx
 
 
 def forward_tiles(
@@ -242,36 +204,24 @@ def forward_tiles(
         HEADS == 0 or not (EARLY_WEIGHT or JOINT_WEIGHT), "heads are not read by gathers of rows"
     )
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
-    residual, bias = residual_with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
+    residual, bias = with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
     SHAPE = (ROWS, HEADS, WIDTH)
-    GATHERS = EARLY_WEIGHT or JOINT_WEIGHT
     place = place_of_tile(x, ct.bid(0), SHAPE)
     if DEPENDENT:
         wait_for_launch_before(sum_of_indices(place))
-    tx = load_block((x,), place, SHAPE, PIECES, LATENCY, EVEN, GATHERS, DIVISOR)
-    tresidual = load_block(residual[:1], place, SHAPE, PIECES, LATENCY, EVEN, GATHERS, DIVISOR)
-    if HAS_WEIGHT:
-        tscale = load_columns_of_block(
-            weight, x.dtype, place, SHAPE, PIECES, EVEN, GATHERS, JOINT_WEIGHT, DIVISOR, PER_HEAD, (offset,)
-        )
-    if len(bias) > 0:
-        tbias = load_columns_of_block(
-            bias[0], x.dtype, place, SHAPE, PIECES, EVEN, GATHERS, JOINT_WEIGHT, DIVISOR, PER_HEAD
-        )
+    BLOCK = (place, SHAPE, PIECES, (LATENCY, False, DIVISOR), EVEN, EARLY_WEIGHT or JOINT_WEIGHT)
+    tx, tresidual = load_block((x,), BLOCK), load_block(residual[:1], BLOCK)
+    weights = (weight,) if HAS_WEIGHT else ()
+    tweight = load_columns_of_block(weights, x.dtype, BLOCK, JOINT_WEIGHT, PER_HEAD)
+    tscale = beside_rows(scale_of(tweight, offset), SHAPE, PER_HEAD)
+    tbias = beside_rows(load_columns_of_block(bias, x.dtype, BLOCK, JOINT_WEIGHT, PER_HEAD), SHAPE, PER_HEAD)
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
 
-    tx = tiles_with_residual(tx, tresidual, residual, place, SHAPE)
-    tsquares = products_lane_by_lane(tx, tx, PIECES)
-    trstd = ct.rsqrt(ct.sum(tsquares, axis=1, keepdims=True) * inv_n + eps)
+    where, dtype = (place, 0, SHAPE, False), residual[1].dtype if len(residual) > 0 else x.dtype
+    tx = row_as_float32(with_residual(tx, tresidual, residual, store_tiles_at, where))
+    trstd = rstd_of(sum_of_products(tx, tx, PIECES, AXIS=1), inv_n, eps)
     store_rstd_at(rstd, x, place, trstd, SHAPE)
 
-    dtype = residual[1].dtype if len(residual) > 0 else x.dtype
-    ty = tuple(rounded(t * trstd, dtype, ROUND_XHAT) for t in ct.static_iter(tx))
-    if HAS_WEIGHT:
-        ty = multiplied(ty, tscale)
-    if len(bias) > 0:
-        ty = added(ty, tbias)
-
-    for k in ct.static_iter(range(PIECES)):
-        store_tile_at(y, place, k, ty[k], SHAPE, False)
+    txhat = xhat_of(tx, trstd, dtype, ROUND_XHAT)
+    store_tiles_at(y, where, scaled(txhat, tscale, tbias))

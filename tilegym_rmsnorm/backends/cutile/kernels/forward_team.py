@@ -8,12 +8,11 @@ small enough that an SM holds several, so x is read once, and while some sum and
 in 364 us on an H100, where forward_reread, which reads x twice, took 505. team.py adds up the sum of squares.
 """
 
-import cuda.tile as ct
-
 from .forward import normalize_row
-from .residual import residual_with_divisor
-from .team import join_team
-from .tiles import ConstBool, ConstInt, column_tiles_of, has_aligned_rows, with_divisor
+from .pdl import wait_and_signal
+from .rows import column_tiles_of, has_aligned_rows, with_divisor
+from .team import join_team, member_of
+from .tiles import ConstBool, ConstInt
 
 
 def forward_team(
@@ -43,13 +42,10 @@ def forward_team(
     """Grid: (M * MEMBERS,). A block computes PIECES tiles of columns of one row and ends: blocks that walk rows, as
     those of backward_team do, were slower. The signal to the next kernel comes first."""
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
-    residual, bias = residual_with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
+    residual, bias = with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
+    wait_and_signal(DEPENDENT)
     row, team = join_team(board, MEMBERS, SLOTS)
-    tcolumns = column_tiles_of(team[1], WIDTH, PIECES)
-    arrays = (y, rstd, x, weight)
-    ALIGNED = has_aligned_rows(x, DIVISOR)
-    HOW = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, False, JOINT_WEIGHT, False)  # the signal was above
-    normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, residual, bias, team)
+    where = (row, member_of(team), column_tiles_of(member_of(team), WIDTH, PIECES), EVEN)
+    arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
+    HOW = (LATENCY, has_aligned_rows(x, DIVISOR), PACKED, ROUND_XHAT, False, JOINT_WEIGHT, False)
+    normalize_row(arrays, where, (inv_n, eps, offset), PIECES, HOW, team)

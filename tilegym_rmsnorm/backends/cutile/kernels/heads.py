@@ -12,8 +12,9 @@ stays at its heads: that is how a backward with per-head weights sums dw.
 
 import cuda.tile as ct
 
-from .tiles import ZERO, as_float32, has_aligned_rows, load_rstd_tile, load_tile, store_sum_of_rows
-from .weights import load_columns, shifted
+from .rows import has_aligned_rows, load_rstd_tile, load_tile, store_sum_of_rows
+from .tiles import ZERO, as_float32
+from .weights import load_vector_tile
 
 
 def rows_in(SHAPE):
@@ -52,17 +53,22 @@ def sum_of_indices(place):
     return index
 
 
+def indices(k, EXTENT):
+    """The indices of tile k along a dimension."""
+    return k * EXTENT + ct.arange(EXTENT, dtype=ct.int32)
+
+
 def indices_of_heads(place, SHAPE):
     """The indices along T and along H of a tile's rows, as (ROWS, 1) and (1, HEADS)."""
     ROWS, HEADS, _ = SHAPE
-    tsteps = place[1] * ROWS + ct.arange(ROWS, dtype=ct.int32)
-    theads = place[2] * HEADS + ct.arange(HEADS, dtype=ct.int32)
+    tsteps, theads = indices(place[1], ROWS), indices(place[2], HEADS)
     return tsteps[:, None], theads[None, :]
 
 
-def load_tile_at(array, place, k, SHAPE, LATENCY, TMA, DIVISOR):
+def load_tile_at(array, place, k, SHAPE, HOW):
     """Tile k along the row of the tiles at `place`, as float32; how, `load_tile` says."""
     ROWS, HEADS, WIDTH = SHAPE
+    LATENCY, TMA, DIVISOR = HOW
     if HEADS == 0:
         tile = load_tile(array, (place[0], k), (ROWS, WIDTH), LATENCY, TMA, DIVISOR)
     elif has_aligned_rows(array, DIVISOR):
@@ -71,36 +77,35 @@ def load_tile_at(array, place, k, SHAPE, LATENCY, TMA, DIVISOR):
         tile = as_float32(ct.reshape(tile, (ROWS * HEADS, WIDTH)))
     else:
         tsteps, theads = indices_of_heads(place, SHAPE)
-        tcolumns = k * WIDTH + ct.arange(WIDTH, dtype=ct.int32)
+        tcolumns = indices(k, WIDTH)
         index = (place[0], tsteps[:, :, None], theads[:, :, None], tcolumns[None, None, :])
         tile = ct.gather(array, index, padding_value=0, latency=LATENCY)
         tile = as_float32(ct.reshape(tile, (ROWS * HEADS, WIDTH)))
     return tile
 
 
-def load_tiles_at(array, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR):
+def load_tiles_at(array, place, SHAPE, PIECES, HOW):
     """The first PIECES tiles along the row there."""
-    return tuple(
-        load_tile_at(array, place, k, SHAPE, LATENCY, TMA, DIVISOR) for k in ct.static_iter(range(PIECES))
-    )
+    return tuple(load_tile_at(array, place, k, SHAPE, HOW) for k in ct.static_iter(range(PIECES)))
 
 
-def load_optional_at(arrays, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR):
+def load_optional_at(arrays, place, SHAPE, PIECES, HOW):
     """Return `load_tiles_at` of the array in a tuple, () without one."""
     tiles = ()
     if len(arrays) > 0:
-        tiles = load_tiles_at(arrays[0], place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
+        tiles = load_tiles_at(arrays[0], place, SHAPE, PIECES, HOW)
     return tiles
 
 
-def store_tile_at(array, place, k, tile, SHAPE, TMA):
-    """Writes a float32 tile as tile k along the row there, rounded to the array's dtype."""
-    ROWS, HEADS, WIDTH = SHAPE
-    tile = ct.astype(tile, array.dtype)
-    if HEADS == 0:
-        ct.store(array, (place[0], k), tile, allow_tma=TMA)
-    else:
-        ct.store(array, place + (k,), ct.reshape(tile, (1, ROWS, HEADS, WIDTH)), allow_tma=TMA)
+def store_tiles_at(array, where, tiles):
+    """Write float32 tiles along the row at a place, from tile FIRST on, rounded to the array's dtype. where: (place,
+    FIRST, SHAPE, TMA)."""
+    place, FIRST, (ROWS, HEADS, WIDTH), TMA = where
+    for k in ct.static_iter(range(len(tiles))):
+        tile = ct.astype(tiles[k], array.dtype)
+        if HEADS > 0:
+            tile = ct.reshape(tile, (1, ROWS, HEADS, WIDTH))
+        ct.store(array, place + (FIRST + k,), tile, allow_tma=TMA)
 
 
 def row_numbers(array, place, SHAPE):
@@ -130,34 +135,39 @@ def store_rstd_at(rstd, x, place, trstd, SHAPE):
         ct.scatter(rstd, trows, ct.reshape(trstd, trows.shape), mask=tinside, check_bounds=False)
 
 
-def load_columns_at(array, place, k, SHAPE, TMA, DIVISOR, PER_HEAD, shift=()):
-    """Tile k of a weight or bias, as float32 that broadcasts to a tile: of (N,) as (1, WIDTH). Of (H, N), PER_HEAD, it
-    is that of the heads there, once a step along T. shift: () or (what is added,)."""
+def load_columns_at(arrays, place, SHAPE, PIECES, HOW, PER_HEAD):
+    """The weight or bias in a tuple, as float32 tiles; () of (). Of (N,) a tile is (1, WIDTH); of (H, N), PER_HEAD,
+    that of the heads there, (HEADS, WIDTH)."""
+    _, HEADS, WIDTH = SHAPE
+    _, TMA, DIVISOR = HOW
+    tiles = ()
+    if len(arrays) > 0 and PER_HEAD:
+        tiles = tuple(
+            load_tile(arrays[0], (place[2], k), (HEADS, WIDTH), 1, TMA, DIVISOR)
+            for k in ct.static_iter(range(PIECES))
+        )
+    elif len(arrays) > 0:
+        tiles = tuple(
+            load_vector_tile(arrays[0], k, WIDTH, TMA, DIVISOR) for k in ct.static_iter(range(PIECES))
+        )
+    return tiles
+
+
+def beside_rows(tiles, SHAPE, PER_HEAD):
+    """Such tiles, so that they broadcast to tiles of rows: those of heads once a step along T."""
     ROWS, HEADS, WIDTH = SHAPE
     if PER_HEAD:
-        tile = shifted(load_tile(array, (place[2], k), (HEADS, WIDTH), 1, TMA, DIVISOR), shift)
-        tile = ct.reshape(ct.broadcast_to(tile[None, :, :], (ROWS, HEADS, WIDTH)), (ROWS * HEADS, WIDTH))
-    else:
-        tile = ct.reshape(shifted(load_columns(array, k, WIDTH, TMA, DIVISOR), shift), (1, WIDTH))
-    return tile
+        tiles = tuple(
+            ct.reshape(ct.broadcast_to(t[None, :, :], (ROWS, HEADS, WIDTH)), (ROWS * HEADS, WIDTH))
+            for t in ct.static_iter(tiles)
+        )
+    return tiles
 
 
-def load_scale_at(weight, place, offset, SHAPE, PIECES, TMA, DIVISOR, PER_HEAD):
-    """weight + offset of a row, as such tiles."""
-    return tuple(
-        load_columns_at(weight, place, k, SHAPE, TMA, DIVISOR, PER_HEAD, (offset,))
-        for k in ct.static_iter(range(PIECES))
-    )
-
-
-def zeros_of_tiles(SHAPE, COUNT):
-    shape = (rows_in(SHAPE), SHAPE[2])
-    return tuple(ct.zeros(shape, dtype=ct.float32) for k in ct.static_iter(range(COUNT)))
-
-
-def store_partials_at(partial, x, place, ttotals, SHAPE, PER_HEAD):
+def store_partials_at(partial, where, ttotals):
     """Writes the sum of a block's rows of dy * xhat, or of dy, as its row of partial sums: row b of (P, N) for block b.
-    PER_HEAD: of (P, H * N) the heads at its place, in row b // (tiles along H)."""
+    PER_HEAD: of (P, H * N) the heads at its place, in row b // (tiles along H). where: (x, place, SHAPE, PER_HEAD)."""
+    x, place, SHAPE, PER_HEAD = where
     ROWS, HEADS, WIDTH = SHAPE
     for k in ct.static_iter(range(len(ttotals))):
         if PER_HEAD:

@@ -7,6 +7,13 @@ import cuda.tile as ct
 NO_BLOCK = 2**30  # more than any number that `wait_for_launch_before` is given
 
 
+def wait_and_signal(DEPENDENT):
+    """Wait for the launch before, and let the next kernel in: its blocks wait for this one's end."""
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+        ct.grid_dependency_control_launch_dependents()
+
+
 def wait_for_launch_before(index):
     """Waits for the launch before, and has the compiler compute `index` first.
 

@@ -17,43 +17,34 @@ if PACKED.
 
 import cuda.tile as ct
 
-from .backward import h_and_g, store_partials, zeros_of_partials
-from .residual import NO_RESIDUAL_GRADIENTS, residual_with_divisor, times_alpha, with_d_residual_out
+from .formula import factor_of_x, gradient, h_and_g, terms_of_dw
+from .pdl import wait_and_signal
+from .residual import store_gradients
+from .rows import (
+    column_tiles,
+    load_part_of_row,
+    not_hoisted,
+    rstd_ahead,
+    store_part_of_row,
+    store_row,
+    store_sums,
+    with_divisor,
+)
 from .team import sum_of_team
 from .tiles import (
     ConstBool,
     ConstInt,
     added,
-    column_tiles,
-    factor_of_x,
-    load_part_of_row,
-    not_hoisted,
     packed_row_as_float32,
     paired_row_as_float32,
     row_as_float32,
-    row_of_terms_of_dw,
-    rstd_ahead,
-    store_part_of_row,
     sum_of_products,
-    with_divisor,
+    zeros_like,
 )
 from .weights import load_scale
 
 
-def add_row_by_tma(
-    arrays,
-    row,
-    tsums,
-    trstd,
-    tcolumns,
-    inv_n,
-    offset,
-    OF_ROW,
-    LATENCY,
-    PACKED,
-    residual_gradients=NO_RESIDUAL_GRADIENTS,
-    team=(),
-):
+def add_row_by_tma(arrays, where, tsums, trstd, NUMBERS, HOW, team=()):
     """Writes dx of one row and returns tsums with the row's share added: sums of dw, and behind them those of db, if
     there is db. rstd of the row is here already.
 
@@ -66,49 +57,35 @@ def add_row_by_tma(
     casting="llama", and one at a time beside a float32 weight the compiler loads over x that is still read
     (tests/machine_code/test_pipelines_variants.py).
 
-    team, of a block that holds a part of the row, PACKED (backward_team.py): the board, which part, MEMBERS and SLOTS.
-    x is made again from its 16 bits once the team's sum is there where it would take stack as float32: by 2 * 8192
-    columns 120 bytes in float16, 88 in bfloat16 beside a float32 weight (made again 0; 16 in float16 beside a float32
-    weight, 24 and 40 in bfloat16 under casting="llama"). bfloat16 takes none beside a 16-bit weight, where 4096x32768
-    is 1 % slower with x made again.
+    team: of a block that holds a part of the row, PACKED (backward_team.py). x is made again from its 16 bits once the
+    team's sum is there where it would take stack as float32: by 2 * 8192 columns 120 bytes in float16, 88 in bfloat16
+    beside a float32 weight (made again 0; 16 in float16 beside a float32 weight, 24 and 40 in bfloat16 under
+    casting="llama"). bfloat16 takes none beside a 16-bit weight, where 4096x32768 is 1 % slower with x made again.
     """
-    dx, dy, x, weight = arrays
-    d_residual_out, d_residual = residual_gradients
-    EVEN, HAS_WEIGHT, ROUND_XHAT = OF_ROW
-    member = 0
-    if len(team) > 0:
-        board, member, MEMBERS, SLOTS = team
-    tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
-    tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
+    dx, dy, x, weights, _, d_residual_out, d_residual = arrays
+    inv_n, offset = NUMBERS
+    LATENCY, PACKED, ROUND_XHAT = HOW
+    row, part, tcolumns, EVEN = where
+    tstored_x, tstored_dy = load_part_of_row(x, where, LATENCY), load_part_of_row(dy, where, LATENCY)
     td_residual_out = ()
     if len(d_residual_out) > 0:
-        td_residual_out = load_part_of_row(d_residual_out[0], row, member, tcolumns, LATENCY)
-    tscale = ()
-    if HAS_WEIGHT:
-        tweight_columns = tcolumns
-        if PACKED:
-            tweight_columns = not_hoisted(tcolumns, row)
-        tscale = load_scale(weight, tweight_columns, offset, EVEN)
+        td_residual_out = load_part_of_row(d_residual_out[0], where, LATENCY)
+    tweight_columns = not_hoisted(tcolumns, row) if PACKED else tcolumns
+    tscale = load_scale(weights, (row, part, tweight_columns, EVEN), offset)
+    HAS_WIDE_WEIGHT = len(weights) > 0 and weights[0].dtype == ct.float32
+
     tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
-    if PACKED and len(team) == 0 and HAS_WEIGHT and weight.dtype != ct.float32:
+    if PACKED and len(team) == 0 and len(weights) > 0 and not HAS_WIDE_WEIGHT:
         tx = row_as_float32(tstored_x)
     th, tg = h_and_g(tdy, trstd, tscale)
-    tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
-    if len(tsums) > len(tcolumns):
-        tterms = tterms + tdy
-    tsums = added(tsums, tterms)
+    tterms = terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+    tsums = added(tsums, tterms + tdy if len(tsums) > len(tterms) else tterms)
 
-    total = sum_of_products(tx, tg, len(tcolumns))
-    if len(team) > 0:
-        total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
-        if x.dtype == ct.float16 or HAS_WEIGHT and weight.dtype == ct.float32:
-            tx = packed_row_as_float32(tstored_x)
-    tfactor = factor_of_x(total * inv_n, trstd)
-    td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
-    td = with_d_residual_out(td, td_residual_out)
-    if len(d_residual) == 2:
-        store_part_of_row(d_residual[0], row, member, td)
-    store_part_of_row(dx, row, member, times_alpha(td, d_residual))
+    total = sum_of_team(sum_of_products(tx, tg, len(tcolumns)), row, team)
+    if len(team) > 0 and (x.dtype == ct.float16 or HAS_WIDE_WEIGHT):
+        tx = packed_row_as_float32(tstored_x)
+    td = gradient(tx, factor_of_x(total * inv_n, trstd), tg)
+    store_gradients(store_part_of_row, where, dx, d_residual, td, td_residual_out)
     return tsums
 
 
@@ -137,20 +114,16 @@ def backward_pipelined(
 ):
     """Grid: (P,). The next kernel is let in early, as backward_rows does."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
+    wait_and_signal(DEPENDENT)
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
-    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
-    arrays = (dx, dy, x, weight)
-    OF_ROW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
+    d_residual = with_divisor(d_residual, DIVISOR)
+    arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
+    NUMBERS, HOW = (inv_n, offset), (LATENCY, PACKED, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, 0)
-    tsums = zeros_of_partials(tcolumns, len(db_partial) > 0)
+    tsums = zeros_like(tcolumns + tcolumns if len(db_partial) > 0 else tcolumns)
     trstd = rstd_ahead(rstd, ct.bid(0))
     for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
         tnext = rstd_ahead(rstd, row + ct.num_blocks(0))
-        tsums = add_row_by_tma(
-            arrays, row, tsums, trstd, tcolumns, inv_n, offset, OF_ROW, LATENCY, PACKED, residual_gradients
-        )
+        tsums = add_row_by_tma(arrays, (row, 0, tcolumns, EVEN), tsums, trstd, NUMBERS, HOW)
         trstd = tnext
-    store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)
+    store_sums(store_row, (ct.bid(0), 0, tcolumns, EVEN), (dw_partial, db_partial), tsums, HAS_DW)

@@ -5,7 +5,8 @@
 import cuda.tile as ct
 
 from .pdl import wait_for_launch_before
-from .tiles import ConstBool, ConstInt, load_tile, with_divisor
+from .rows import load_tile, with_divisor
+from .tiles import ConstBool, ConstInt
 
 
 def store_sum(arrays, j, ROWS, WIDTH, DIVISOR):

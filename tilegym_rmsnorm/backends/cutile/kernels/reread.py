@@ -5,15 +5,11 @@ forward.py and backward.py."""
 
 import cuda.tile as ct
 
-from .residual import (
-    NO_RESIDUAL_GRADIENTS,
-    added_residual,
-    load_d_residual_tile,
-    residual_with_divisor,
-    store_gradient_tile,
-)
-from .tiles import ConstBool, ConstInt, as_float32, factor_of_x, load_tile, rounded, with_divisor
-from .weights import load_columns, load_scale_tile
+from .formula import factor_of_x, gradient, rstd_of, scaled, xhat_of
+from .residual import added_residual, store_gradients
+from .rows import load_optional_tile, load_tile, store_tile, with_divisor
+from .tiles import ConstBool, ConstInt, as_float32
+from .weights import load_scale_tile, load_vector_tile
 
 
 def load_normalized(x, residual, index, shape, LATENCY, TMA, DIVISOR):
@@ -47,7 +43,7 @@ def forward_reread(
     """Grid: (M,). The squares are summed lane by lane over the chunks, and across lanes once. The second time x and the
     residual are read again, not their sum, which this block has just written: nothing need wait for it."""
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
-    residual, bias = residual_with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
+    residual, bias = with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
     dtype = residual[1].dtype if len(residual) > 0 else x.dtype
     i = ct.bid(0)
     tsquares = ct.zeros((1, WIDTH), dtype=ct.float32)
@@ -60,61 +56,50 @@ def forward_reread(
         tx = as_float32(tstored)
         tsquares = tsquares + tx * tx
 
-    trstd = ct.rsqrt(ct.sum(tsquares) * inv_n + eps)
+    trstd = rstd_of(ct.sum(tsquares), inv_n, eps)
     ct.scatter(rstd, i, trstd)
 
     for j in range(ct.cdiv(x.shape[1], WIDTH)):
         tx = as_float32(load_normalized(x, residual, (i, j), (1, WIDTH), LATENCY, TMA, DIVISOR))
-        ty = rounded(tx * trstd, dtype, ROUND_XHAT)
-        if HAS_WEIGHT:
-            tscale = load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR)
-            ty = ty * tscale
-        if len(bias) > 0:
-            ty = ty + ct.reshape(load_columns(bias[0], j, WIDTH, TMA, DIVISOR), (1, WIDTH))
-        ct.store(y, (i, j), ct.astype(ty, y.dtype), allow_tma=TMA)
+        txhat = xhat_of((tx,), trstd, dtype, ROUND_XHAT)
+        tscale = (load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR),) if HAS_WEIGHT else ()
+        tbias = (load_vector_tile(bias[0], j, WIDTH, TMA, DIVISOR),) if len(bias) > 0 else ()
+        store_tile(y, ((i, j), TMA), scaled(txhat, tscale, tbias))
 
 
-def mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, CHUNK, LATENCY, TMA, DIVISOR, HAS_WEIGHT):
-    """c and rstd of row i, whose products are summed lane by lane over the chunks, and across lanes once."""
+def mean_by_chunks(arrays, row, NUMBERS, CHUNK, HOW):
+    """c and rstd of a row, whose products are summed lane by lane over the chunks, and across lanes once. HOW is
+    (LATENCY, TMA, DIVISOR)."""
+    dy, x, weights, rstd = arrays
+    inv_n, offset = NUMBERS
+    _, TMA, DIVISOR = HOW
     tproducts = ct.zeros((1, CHUNK), dtype=ct.float32)
     for j in range(ct.cdiv(x.shape[1], CHUNK)):
-        tx = load_tile(x, (i, j), (1, CHUNK), LATENCY, TMA, DIVISOR)
-        tscaled_dy = load_tile(dy, (i, j), (1, CHUNK), LATENCY, TMA, DIVISOR)
-        if HAS_WEIGHT:
-            tscaled_dy = tscaled_dy * load_scale_tile(weight, j, CHUNK, offset, TMA, DIVISOR)
+        tx = load_tile(x, (row, j), (1, CHUNK), *HOW)
+        tscaled_dy = load_tile(dy, (row, j), (1, CHUNK), *HOW)
+        if len(weights) > 0:
+            tscaled_dy = tscaled_dy * load_scale_tile(weights[0], j, CHUNK, offset, TMA, DIVISOR)
         tproducts = tproducts + tx * tscaled_dy
 
-    trstd = ct.load(rstd, i, shape=())
+    trstd = ct.load(rstd, row, shape=())
     return ct.sum(tproducts) * trstd * inv_n, trstd  # rstd is the same for all of the row: multiplied once
 
 
-def chunked_row_gradients(
-    arrays,
-    row,
-    inv_n,
-    offset,
-    CHUNK,
-    LATENCY,
-    TMA,
-    DIVISOR,
-    HAS_WEIGHT,
-    residual_gradients=NO_RESIDUAL_GRADIENTS,
-):
+def chunked_row_gradients(arrays, row, NUMBERS, CHUNK, HOW):
     """Writes dx of a row that registers do not hold: chunk by chunk, first for c, then again, from L2."""
-    dx, dy, x, weight, rstd = arrays
-    d_residual_out, d_residual = residual_gradients
-    tc, trstd = mean_by_chunks(
-        x, dy, weight, rstd, row, inv_n, offset, CHUNK, LATENCY, TMA, DIVISOR, HAS_WEIGHT
-    )
+    dx, dy, x, weights, rstd, d_residual_out, d_residual = arrays
+    _, TMA, DIVISOR = HOW
+    tc, trstd = mean_by_chunks((dy, x, weights, rstd), row, NUMBERS, CHUNK, HOW)
 
     tfactor = factor_of_x(tc, trstd)
     for j in range(ct.cdiv(x.shape[1], CHUNK)):
-        tx = load_tile(x, (row, j), (1, CHUNK), LATENCY, TMA, DIVISOR)
-        tg = load_tile(dy, (row, j), (1, CHUNK), LATENCY, TMA, DIVISOR) * trstd
-        td_residual_out = load_d_residual_tile(d_residual_out, (row, j), (1, CHUNK), LATENCY, TMA, DIVISOR)
-        if HAS_WEIGHT:
-            tg = tg * load_scale_tile(weight, j, CHUNK, offset, TMA, DIVISOR)
-        store_gradient_tile(dx, d_residual, (row, j), tx * tfactor + tg, td_residual_out, TMA)
+        tx = load_tile(x, (row, j), (1, CHUNK), *HOW)
+        tg = load_tile(dy, (row, j), (1, CHUNK), *HOW) * trstd
+        td_residual_out = load_optional_tile(d_residual_out, (row, j), (1, CHUNK), *HOW)
+        if len(weights) > 0:
+            tg = tg * load_scale_tile(weights[0], j, CHUNK, NUMBERS[1], TMA, DIVISOR)
+        td = gradient((tx,), tfactor, (tg,))
+        store_gradients(store_tile, ((row, j), TMA), dx, d_residual, td, td_residual_out)
 
 
 def backward_reread(
@@ -136,11 +121,8 @@ def backward_reread(
 ):
     """Grid: (M,). dx where dw is not needed."""
     dx, dy, x, weight = with_divisor((dx, dy, x, weight), DIVISOR)
-    d_residual_out = with_divisor(d_residual_out, DIVISOR)
-    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
+    d_residual_out, d_residual = with_divisor(d_residual_out, DIVISOR), with_divisor(d_residual, DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    arrays = (dx, dy, x, weight, rstd)
-    chunked_row_gradients(
-        arrays, ct.bid(0), inv_n, offset, WIDTH, LATENCY, TMA, DIVISOR, HAS_WEIGHT, residual_gradients
-    )
+    arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
+    chunked_row_gradients(arrays, ct.bid(0), (inv_n, offset), WIDTH, (LATENCY, TMA, DIVISOR))

@@ -16,16 +16,7 @@ A tuple's length is known to the compiler, so that a call without a residual com
 
 import cuda.tile as ct
 
-from .tiles import added, as_float32, load_row, load_tile, row_as_float32, store_row, with_divisor
-
-NO_RESIDUAL_GRADIENTS = ((), ())  # of a backward's `residual_gradients`: d_residual_out, d_residual
-
-
-def residual_with_divisor(residual, DIVISOR):
-    """`residual` or `d_residual`, whose last element is alpha; `with_divisor` says why."""
-    if len(residual) > 1:
-        residual = with_divisor(residual[:-1], DIVISOR) + residual[-1:]
-    return residual
+from .tiles import added, as_float32, row_as_float32
 
 
 def added_residual(tstored_x, tstored_residual, alpha, dtype):
@@ -36,60 +27,25 @@ def added_residual(tstored_x, tstored_residual, alpha, dtype):
     )
 
 
-def row_with_residual(tstored, residual, row, tcolumns, EVEN, LATENCY):
-    """Return the row to normalize, as tiles of its dtype: tstored, a row of x, or residual_out, which this writes."""
+def with_residual(tstored, tresidual, residual, store, where):
+    """Return the tiles to normalize: those of x, or of residual_out, in its dtype, which this writes by
+    store(array, where, tiles)."""
     if len(residual) > 0:
-        addend, residual_out, alpha = residual
-        tresidual = load_row(addend, row, tcolumns, EVEN, LATENCY)
+        _, residual_out, alpha = residual
         tstored = added_residual(tstored, tresidual, alpha, residual_out.dtype)
-        store_row(residual_out, row, tcolumns, tstored, EVEN)
+        store(residual_out, where, tstored)
     return tstored
 
 
-def load_d_residual_out(d_residual_out, row, tcolumns, EVEN, LATENCY):
-    """A row of d_residual_out, as tiles of its dtype, or nothing."""
-    tiles = ()
-    if len(d_residual_out) > 0:
-        tiles = load_row(d_residual_out[0], row, tcolumns, EVEN, LATENCY)
-    return tiles
+def store_gradients(store, where, dx, d_residual, td, td_residual_out):
+    """Write dx, and d_residual if that is a tensor of its own, by store(array, where, tiles).
 
-
-def with_d_residual_out(td, td_residual_out):
-    """Gradient tiles, with those of d_residual_out, as they are stored, added if there are any."""
+    td: the gradient of what was normalized. td_residual_out: tiles of d_residual_out as they are stored, or ().
+    """
     if len(td_residual_out) > 0:
         td = added(td, row_as_float32(td_residual_out))
-    return td
-
-
-def store_d_residual(d_residual, row, tcolumns, td, EVEN):
-    """Writes d as d_residual if that is a tensor of its own, and returns dx."""
     if len(d_residual) == 2:
-        store_row(d_residual[0], row, tcolumns, td, EVEN)
-    return times_alpha(td, d_residual)
-
-
-def times_alpha(td, d_residual):
-    """dx, given d, as tiles."""
+        store(d_residual[0], where, td)
     if len(d_residual) > 0:
         td = tuple(t * d_residual[-1] for t in ct.static_iter(td))
-    return td
-
-
-def load_d_residual_tile(d_residual_out, index, shape, LATENCY, TMA, DIVISOR):
-    """A tile of d_residual_out, a 2-D array, as float32, or nothing."""
-    tiles = ()
-    if len(d_residual_out) > 0:
-        tiles = (load_tile(d_residual_out[0], index, shape, LATENCY, TMA, DIVISOR),)
-    return tiles
-
-
-def store_gradient_tile(dx, d_residual, index, td, td_residual_out, TMA):
-    """Writes dx of a tile of 2-D arrays, given td, the gradient without d_residual_out; and d_residual where that is an
-    array of its own."""
-    if len(td_residual_out) > 0:
-        td = td + td_residual_out[0]
-    if len(d_residual) == 2:
-        ct.store(d_residual[0], index, ct.astype(td, d_residual[0].dtype), allow_tma=TMA)
-    if len(d_residual) > 0:
-        td = td * d_residual[-1]
-    ct.store(dx, index, ct.astype(td, dx.dtype), allow_tma=TMA)
+    store(dx, where, td)

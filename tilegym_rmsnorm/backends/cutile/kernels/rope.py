@@ -35,21 +35,12 @@ position outside of them reads row 0 instead, and has rows of NaN.
 
 import cuda.tile as ct
 
-from .backward import h_and_g
-from .heads import count_tiles, indices_of_heads, row_numbers, tiles_along_heads
-from .tiles import (
-    ZERO,
-    ConstBool,
-    ConstInt,
-    added,
-    as_float32,
-    factor_of_x,
-    has_aligned_rows,
-    multiplied,
-    products_lane_by_lane,
-    rounded,
-    row_of_terms_of_dw,
-)
+from .formula import factor_of_x, gradient, h_and_g, rstd_of, scaled, terms_of_dw, xhat_of
+from .heads import count_tiles, indices, indices_of_heads, row_numbers, tiles_along_heads
+from .pdl import wait_and_signal
+from .rows import has_aligned_rows
+from .tiles import ZERO, ConstBool, ConstInt, added, as_float32, rounded, sum_of_products, zeros
+from .weights import scale_of
 
 
 def place_by_steps(array, i, SHAPE):
@@ -147,11 +138,6 @@ def load_heads(array, place, k, SHAPE, HOW):
     return tile
 
 
-def indices(k, EXTENT):
-    """The indices of tile k along a dimension."""
-    return k * EXTENT + ct.arange(EXTENT, dtype=ct.int32)
-
-
 def load_weight_of_heads(weight, place, k, SHAPE, HOW):
     """Columns of the weight: of (D,) as (1, 1, 1, WIDTH); of (H, D) those of the heads there, (1, 1, HEADS, WIDTH)."""
     _, HEADS, WIDTH = SHAPE
@@ -167,15 +153,6 @@ def load_weight_of_heads(weight, place, k, SHAPE, HOW):
     else:
         tile = ct.gather(weight, (indices(place[2], HEADS)[:, None], indices(k, WIDTH)), padding_value=0)
     return ct.reshape(tile, shape)
-
-
-def load_scale_of_heads(weights, place, offset, SHAPE, PAIRS, HOW):
-    """weight + offset as pairs; nothing without a weight."""
-    tscale = ()
-    if len(weights) > 0:
-        tweight = load_pairs(load_weight_of_heads, weights[0], place, SHAPE, PAIRS, HOW)
-        tscale = tuple(t + offset for t in ct.static_iter(tweight))
-    return tscale
 
 
 def load_table(table, rows, k, SHAPE, HOW):
@@ -255,16 +232,6 @@ def rotated_back(tdy, trotation, PIECES):
     return tfirst + tsecond + tdy[2 * PIECES :]
 
 
-def sum_over_columns(a, b, PIECES):
-    """The sums over a row of a * b as pairs, (1, ROWS, HEADS, 1)."""
-    ROTATED = 2 * PIECES
-    total = ct.sum(products_lane_by_lane(a, b, ROTATED), axis=3, keepdims=True)
-    if len(a) > ROTATED:
-        tproducts = products_lane_by_lane(a[ROTATED:], b[ROTATED:], len(a) - ROTATED)
-        total = total + ct.sum(tproducts, axis=3, keepdims=True)
-    return total
-
-
 def walk(of_heads, q, k, q_blocks, TABLES, NUMBERS, SHAPE, K_SHAPE, PAIRS, HOW, SWITCHES):
     """Calls `of_heads` for the tiles of q in the first q_blocks blocks, and for those of k in the others."""
     block = ct.bid(0)
@@ -282,16 +249,17 @@ def normalize_and_rotate(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HO
     FULL_TABLES, ROUND_XHAT, ROUND_N, ROUND_EACH = SWITCHES
     PIECES, (_, TMA, _) = PAIRS[1], HOW
     first = place_by_steps(x, block, SHAPE)
-    tscale = load_scale_of_heads(heads[2:], first, offset, SHAPE, PAIRS, HOW)
+    weights, tweight = heads[2:], ()
+    if len(weights) > 0:
+        tweight = load_pairs(load_weight_of_heads, weights[0], first, SHAPE, PAIRS, HOW)
+    tscale = scale_of(tweight, offset)
     for i in range(block, count_tiles(x, SHAPE), blocks):
         place = place_by_steps(x, i, SHAPE)
         tx = load_pairs(load_heads, x, place, SHAPE, PAIRS, HOW)
         trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)
-        trstd = ct.rsqrt(sum_over_columns(tx, tx, PIECES) * inv_n + eps)
+        trstd = rstd_of(sum_of_products(tx, tx, 2 * PIECES, AXIS=3), inv_n, eps)
 
-        tn = tuple(rounded(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
-        if len(tscale) > 0:
-            tn = multiplied(tn, tscale)
+        tn = scaled(xhat_of(tx, trstd, x.dtype, ROUND_XHAT), tscale, ())
         tn = tuple(rounded(t, x.dtype, ROUND_N) for t in ct.static_iter(tn))
         ty = rotated(tn, trotation, PIECES, x.dtype, ROUND_EACH)
         store_pairs(y, place, ty, (1,) + SHAPE[:2], PAIRS, TMA)
@@ -331,20 +299,9 @@ def forward_rope(
     PAIRS, HOW = (HALF, PIECES, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
     SWITCHES = (FULL_TABLES, ROUND_XHAT, ROUND_N, ROUND_EACH)
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
+    wait_and_signal(DEPENDENT)
     K_SHAPE, NUMBERS = (K_ROWS, K_HEADS, WIDTH), (inv_n, eps, offset)
     walk(normalize_and_rotate, q, k, q_blocks, TABLES, NUMBERS, SHAPE, K_SHAPE, PAIRS, HOW, SWITCHES)
-
-
-def zeros_of_pairs(SHAPE, PAIRS):
-    _, PIECES, REST, RESTS, _, _ = PAIRS
-    ROWS, HEADS, WIDTH = SHAPE
-    return tuple(
-        ct.zeros((1, ROWS, HEADS, WIDTH if k < 2 * PIECES else REST), dtype=ct.float32)
-        for k in ct.static_iter(range(2 * PIECES + RESTS))
-    )
 
 
 def store_partials_of_heads(partial, x, block, place, ttotals, SHAPE, PAIRS):
@@ -370,31 +327,29 @@ def gradients_of_heads(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HOW,
     weights, partials = heads[3:4], heads[4:]
     inv_n, eps, offset = NUMBERS
     FULL_TABLES, ROUND_XHAT = SWITCHES
+    ROWS, HEADS, WIDTH = SHAPE
     PIECES, (_, TMA, _) = PAIRS[1], HOW
     first = place_by_steps(x, block, SHAPE)
-    tscale = load_scale_of_heads(weights, first, offset, SHAPE, PAIRS, HOW)
+    tweight = ()
+    if len(weights) > 0:
+        tweight = load_pairs(load_weight_of_heads, weights[0], first, SHAPE, PAIRS, HOW)
+    tscale = scale_of(tweight, offset)
 
-    tdw = ()
-    if len(partials) > 0:
-        tdw = zeros_of_pairs(SHAPE, PAIRS)
+    tdw = zeros((1, ROWS, HEADS, WIDTH), 2 * PIECES) + zeros((1, ROWS, HEADS, PAIRS[2]), PAIRS[3])
     for i in range(block, count_tiles(x, SHAPE), blocks):
         place = place_by_steps(x, i, SHAPE)
         tx = load_pairs(load_heads, x, place, SHAPE, PAIRS, HOW)
         tdy = load_pairs(load_heads, dy, place, SHAPE, PAIRS, HOW)
         trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)
         # 0 of rows past the last: with an eps of 0 it would be infinite, and their terms of dw NaN
-        tinside = ct.reshape(row_numbers(x, place, SHAPE)[1], (1, SHAPE[0], SHAPE[1], 1))
-        trstd = ct.where(tinside, ct.rsqrt(sum_over_columns(tx, tx, PIECES) * inv_n + eps), 0.0)
+        tinside = ct.reshape(row_numbers(x, place, SHAPE)[1], (1, ROWS, HEADS, 1))
+        trstd = ct.where(tinside, rstd_of(sum_of_products(tx, tx, 2 * PIECES, AXIS=3), inv_n, eps), 0.0)
 
         tdn = rotated_back(tdy, trotation, PIECES)
         th, tg = h_and_g(tdn, trstd, tscale)
-        tfactor = factor_of_x(sum_over_columns(tx, tg, PIECES) * inv_n, trstd)
-        tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tx))))
-
-        store_pairs(dx, place, tdx, (1,) + SHAPE[:2], PAIRS, TMA)
-        if len(partials) > 0:
-            tterms = row_of_terms_of_dw(tx, tdn, th, trstd, x.dtype, ROUND_XHAT)
-            tdw = added(tdw, tterms)
+        tfactor = factor_of_x(sum_of_products(tx, tg, 2 * PIECES, AXIS=3) * inv_n, trstd)
+        store_pairs(dx, place, gradient(tx, tfactor, tg), (1, ROWS, HEADS), PAIRS, TMA)
+        tdw = added(tdw, terms_of_dw(tx, tdn, th, trstd, x.dtype, ROUND_XHAT))
 
     if len(partials) > 0:
         store_partials_of_heads(partials[0], x, block, first, tdw, SHAPE, PAIRS)

@@ -20,20 +20,19 @@ there is a weight; dx alone of rows that no team holds has backward_reread.
 import cuda.tile as ct
 
 from .backward import row_gradients
+from .formula import terms_of_dw
 from .pdl import wait_for_launch_before
 from .reread import chunked_row_gradients
-from .residual import residual_with_divisor
-from .tiles import (
-    ConstBool,
-    ConstInt,
-    at_least_zero,
+from .rows import (
     column_tiles,
     gather_gradient_tiles,
     load_gradient_tiles,
+    load_row,
+    store_row,
     store_sum_of_rows,
-    terms_of_dw,
     with_divisor,
 )
+from .tiles import ConstBool, ConstInt, added, at_least_zero, zeros
 
 
 def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, OF_STRIP):
@@ -47,7 +46,7 @@ def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, OF
     GATHERS, EVEN, ROUND_XHAT, DIVISOR = OF_STRIP
     ROWS, STRIP = shape
     tcolumns = j * STRIP + ct.arange(STRIP, dtype=ct.int32)
-    tdw = ct.zeros(shape, dtype=ct.float32)
+    tdw = zeros(shape, 1)
     first = at_least_zero(k * tiles_in_slab)
     for i in range(first, ct.minimum(first + tiles_in_slab, ct.cdiv(x.shape[0], ROWS))):
         if GATHERS:
@@ -58,8 +57,8 @@ def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, OF
             tdy = ct.where((trows < x.shape[0])[:, None], tdy, 0.0)
         else:
             tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), shape, LATENCY, False, DIVISOR)
-        tdw = tdw + terms_of_dw(tx, tdy, tdy * trstd, trstd, x.dtype, ROUND_XHAT)
-    store_sum_of_rows(dw_partial, (k, j), tdw)
+        tdw = added(tdw, terms_of_dw((tx,), (tdy,), (tdy * trstd,), trstd, x.dtype, ROUND_XHAT))
+    store_sum_of_rows(dw_partial, (k, j), tdw[0])
 
 
 def backward_split(
@@ -106,11 +105,10 @@ def backward_split(
     else:
         row = at_least_zero(k * slab + b - strips_before)
         if row < x.shape[0]:
-            arrays = (dx, dy, x, weight, rstd)
-            OF_ROW = (EVEN, True, ROUND_XHAT)  # there is a weight: without one nothing needs dw
-            tcolumns = column_tiles(WIDTH, 1, REST)
-            # loaded once, so no latency to hide from one row to the next
-            row_gradients(arrays, row, tcolumns, inv_n, offset, OF_ROW, 1, 1)
+            # there is a weight: without one nothing needs dw. A row is loaded once, so no latency is to hide.
+            arrays, where = (dx, dy, x, (weight,), rstd, (), ()), (row, 0, column_tiles(WIDTH, 1, REST), EVEN)
+            HOW = (1, False, False, ROUND_XHAT, False)
+            row_gradients(load_row, store_row, arrays, where, (inv_n, offset), 1, HOW)
 
 
 def backward_split_reread(
@@ -138,8 +136,7 @@ def backward_split_reread(
     """Grid: as backward_split's. Rows go in chunks of WIDTH, twice, and both kinds of blocks alternate, so that a
     slab's two readings lie close together."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
-    d_residual_out = with_divisor(d_residual_out, DIVISOR)
-    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
+    d_residual_out, d_residual = with_divisor(d_residual_out, DIVISOR), with_divisor(d_residual, DIVISOR)
     b = ct.bid(0)
     k = ct.bid(1)
     if DEPENDENT:
@@ -158,7 +155,5 @@ def backward_split_reread(
     else:
         row = at_least_zero(k * slab + b - strips_before)
         if row < x.shape[0]:
-            arrays = (dx, dy, x, weight, rstd)
-            chunked_row_gradients(
-                arrays, row, inv_n, offset, WIDTH, LATENCY, False, DIVISOR, True, residual_gradients
-            )
+            arrays = (dx, dy, x, (weight,), rstd, d_residual_out, d_residual)
+            chunked_row_gradients(arrays, row, (inv_n, offset), WIDTH, (LATENCY, False, DIVISOR))

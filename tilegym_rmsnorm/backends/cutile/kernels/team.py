@@ -17,6 +17,7 @@ those hold fewer blocks than a team has members, a launch never ends.
 
 import cuda.tile as ct
 
+from .pdl import wait_and_signal
 from .tiles import ConstBool, ConstInt, at_least_zero
 
 EMPTY = -1  # as float32 a NaN, whose bits no sum has: `post` sees to it
@@ -39,6 +40,11 @@ def join_team(board, MEMBERS, SLOTS):
     return ticket // MEMBERS, (board, ticket % MEMBERS, MEMBERS, SLOTS)
 
 
+def member_of(team):
+    """Which member of its team a block is: the first, 0, where there is no team."""
+    return team[1] if len(team) > 0 else 0
+
+
 def post(board, row, member, part):
     """Writes a member's part of a row's sum."""
     bits = ct.bitcast(part, ct.int32)
@@ -53,14 +59,18 @@ def read_slots(board, row, tslots):
     )
 
 
-def sum_of_team(board, row, member, part, MEMBERS, SLOTS):
-    """The sum of all members' parts, once they are there."""
-    post(board, row, member, part)
-    tslots = ct.arange(SLOTS, dtype=ct.int32)
-    tbits = read_slots(board, row, tslots)
-    while ct.max(ct.astype((tbits == EMPTY) & (tslots < MEMBERS), ct.int32)) > 0:
+def sum_of_team(part, row, team):
+    """The sum of all members' parts of a row's sum, once they are there; of one block, where team is (), its part."""
+    total = part
+    if len(team) > 0:
+        board, member, MEMBERS, SLOTS = team
+        post(board, row, member, part)
+        tslots = ct.arange(SLOTS, dtype=ct.int32)
         tbits = read_slots(board, row, tslots)
-    return ct.sum(ct.where(tslots < MEMBERS, ct.bitcast(tbits, ct.float32), 0.0))
+        while ct.max(ct.astype((tbits == EMPTY) & (tslots < MEMBERS), ct.int32)) > 0:
+            tbits = read_slots(board, row, tslots)
+        total = ct.sum(ct.where(tslots < MEMBERS, ct.bitcast(tbits, ct.float32), 0.0))
+    return total
 
 
 def clear_board(
@@ -70,7 +80,5 @@ def clear_board(
     DEPENDENT: ConstBool,
 ):
     """Grid: (rows of the board / ROWS,)."""
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
+    wait_and_signal(DEPENDENT)
     ct.store(board, (ct.bid(0), 0), ct.full((ROWS, SLOTS), EMPTY, dtype=ct.int32), allow_tma=False)

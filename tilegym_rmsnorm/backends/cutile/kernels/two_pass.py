@@ -12,18 +12,11 @@ other architectures than sm_90, for which nobody has timed teams or backward_spl
 
 import cuda.tile as ct
 
+from .formula import factor_of_x, gradient, terms_of_dw
 from .reread import mean_by_chunks
-from .residual import load_d_residual_tile, residual_with_divisor, store_gradient_tile
-from .tiles import (
-    ZERO,
-    ConstBool,
-    ConstInt,
-    factor_of_x,
-    load_gradient_tiles,
-    store_sum_of_rows,
-    terms_of_dw,
-    with_divisor,
-)
+from .residual import store_gradients
+from .rows import load_gradient_tiles, load_optional_tile, store_sum_of_rows, store_tile, with_divisor
+from .tiles import ZERO, ConstBool, ConstInt, added, multiplied, zeros
 from .weights import load_scale_tile
 
 
@@ -46,7 +39,7 @@ def backward_means(
     i = ct.bid(0)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    tc, _ = mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, WIDTH, LATENCY, TMA, DIVISOR, True)
+    tc, _ = mean_by_chunks((dy, x, (weight,), rstd), i, (inv_n, offset), WIDTH, (LATENCY, TMA, DIVISOR))
     ct.scatter(c, i, tc)
 
 
@@ -71,21 +64,20 @@ def backward_strips(
 ):
     """Grid: (P, cdiv(N, WIDTH)). Block (b, j) walks row tiles b, b + P, ... of column strip j."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
-    d_residual_out = with_divisor(d_residual_out, DIVISOR)
-    d_residual = residual_with_divisor(d_residual, DIVISOR)
+    d_residual_out, d_residual = with_divisor(d_residual_out, DIVISOR), with_divisor(d_residual, DIVISOR)
     j = ct.bid(1)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    tscale = load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR)
+    tscale, SHAPE = (load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR),), (ROWS, WIDTH)
 
-    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
+    tdw = zeros(SHAPE, 1)
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), (ROWS, WIDTH), LATENCY, TMA, DIVISOR)
+        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), SHAPE, LATENCY, TMA, DIVISOR)
         tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))
-        th = tdy * trstd
-        td_residual_out = load_d_residual_tile(d_residual_out, (i, j), (ROWS, WIDTH), LATENCY, TMA, DIVISOR)
-        td = tx * factor_of_x(tc, trstd) + th * tscale
-        store_gradient_tile(dx, d_residual, (i, j), td, td_residual_out, TMA)
-        tdw = tdw + terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+        th = (tdy * trstd,)
+        td_residual_out = load_optional_tile(d_residual_out, (i, j), SHAPE, LATENCY, TMA, DIVISOR)
+        td = gradient((tx,), factor_of_x(tc, trstd), multiplied(th, tscale))
+        store_gradients(store_tile, ((i, j), TMA), dx, d_residual, td, td_residual_out)
+        tdw = added(tdw, terms_of_dw((tx,), (tdy,), th, trstd, x.dtype, ROUND_XHAT))
 
-    store_sum_of_rows(dw_partial, (ct.bid(0), j), tdw)
+    store_sum_of_rows(dw_partial, (ct.bid(0), j), tdw[0])

@@ -25,21 +25,13 @@ tileiras 13.4.92).
 
 import cuda.tile as ct
 
-from .backward import h_and_g
-from .residual import added_residual, times_alpha, with_d_residual_out
-from .team import join_team, sum_of_team
-from .tiles import (
-    ConstBool,
-    ConstInt,
-    added,
-    as_float32,
-    factor_of_x,
-    multiplied,
-    products_lane_by_lane,
-    rounded,
-    row_as_float32,
-    row_of_terms_of_dw,
-)
+from .formula import factor_of_x, gradient, h_and_g, rstd_of, scaled, terms_of_dw, xhat_of
+from .pdl import wait_and_signal
+from .residual import store_gradients, with_residual
+from .rows import store_sums
+from .team import join_team, member_of, sum_of_team
+from .tiles import ConstBool, ConstInt, added, as_float32, row_as_float32, sum_of_products, zeros
+from .weights import scale_of
 
 
 def lanes_of_block(first, n, part, SHAPE, ENDS):
@@ -63,15 +55,17 @@ def lanes_of_block(first, n, part, SHAPE, ENDS):
     return shift, start, end, tinner, tends, tis_own
 
 
+def rows_of_step(step, LAYOUT):
+    """Return where the rows of a step of a block lie: their numbers counted from the block's first, as (ROWS, 1), which
+    of them there are, N, and the block's lanes. LAYOUT is (first, M, N, lanes, SHAPE, ENDS)."""
+    first, m, n, lanes, (ROWS, _, _, VECTOR), ENDS = LAYOUT
+    trows = (step * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]) * shifts_of(VECTOR, ENDS)
+    return trows, trows + first < m, n, lanes
+
+
 def shifts_of(VECTOR, ENDS):
     """Return the spacing, in rows, of one SHIFT."""
     return VECTOR if ENDS else 1
-
-
-def rows_of_step(step, SHAPE, ENDS):
-    """The rows of a step, counted from the block's first, as (ROWS, 1)."""
-    ROWS, _, _, VECTOR = SHAPE
-    return (step * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]) * shifts_of(VECTOR, ENDS)
 
 
 def length_of_rows(array, VECTOR, ENDS):
@@ -85,9 +79,9 @@ def offsets_of(trows, tlanes, n, start):
     return ct.astype(trows, ct.int64) * n + (tlanes + start)
 
 
-def load_inner(array, trows, tis_row, n, lanes, LATENCY):
+def load_inner(array, where, LATENCY):
     """The inner lanes of rows, as tiles of the array's dtype; others hold 0."""
-    _, start, end, tinner, _, _ = lanes
+    trows, tis_row, n, (_, start, end, tinner, _, _) = where
     memory = array.get_raw_memory()
     return tuple(
         memory.load_offset(offsets_of(trows, t, n, start), mask=tis_row & (t < end), latency=LATENCY)
@@ -95,9 +89,9 @@ def load_inner(array, trows, tis_row, n, lanes, LATENCY):
     )
 
 
-def load_ends(arrays, trows, tis_row, n, lanes, ENDS):
+def load_ends(arrays, where, ENDS):
     """The ends of rows of each array, if rows have any."""
-    _, start, _, _, tends, tis_own = lanes
+    trows, tis_row, n, (_, start, _, _, tends, tis_own) = where
     tiles = ()
     if ENDS:
         toffsets = offsets_of(trows, tends, n, start)
@@ -107,9 +101,9 @@ def load_ends(arrays, trows, tis_row, n, lanes, ENDS):
     return tiles
 
 
-def store_rows(array, trows, tis_row, n, lanes, tiles):
+def store_rows(array, where, tiles):
     """Writes tiles of inner lanes, and of ends behind them, rounded to the array's dtype."""
-    _, start, end, tinner, tends, tis_own = lanes
+    trows, tis_row, n, (_, start, end, tinner, tends, tis_own) = where
     memory = array.get_raw_memory()
     for k in ct.static_iter(range(len(tinner))):
         toffsets = offsets_of(trows, tinner[k], n, start)
@@ -119,17 +113,29 @@ def store_rows(array, trows, tis_row, n, lanes, tiles):
         memory.store_offset(toffsets, ct.astype(tiles[-1], array.dtype), mask=tis_row & tis_own)
 
 
-def load_columns(array, lanes, ENDS):
-    """A weight or bias as float32 tiles like those of rows; lanes that are not the row's hold 0."""
+def store_partial_row(partial, where, tsums):
+    """Writes the sums over the rows of tiles as row p of dw_partial or of db_partial. where: (p, lanes)."""
+    p, (shift, _, end, tinner, tends, tis_own) = where
+    for k in ct.static_iter(range(len(tsums))):
+        tsum = ct.astype(ct.sum(tsums[k], axis=0, keepdims=True), partial.dtype)
+        if k < len(tinner):
+            ct.scatter(partial, (p, tinner[k] - shift), tsum, mask=tinner[k] < end, check_bounds=False)
+        else:
+            ct.scatter(partial, (p, tends - shift), tsum, mask=tis_own, check_bounds=False)
+
+
+def load_lanes(arrays, lanes, ENDS):
+    """The weight or bias in a tuple, as float32 tiles like those of rows; () of (). Lanes that are not the row's hold
+    0."""
     shift, _, end, tinner, tends, tis_own = lanes
-    if ENDS:
-        tiles = tuple(shifted_columns(array, t, shift, end) for t in ct.static_iter(tinner))
-        tiles = tiles + (
-            as_float32(ct.gather(array, tends - shift, mask=tis_own, check_bounds=False, padding_value=0)),
-        )
-    else:
+    tiles = ()
+    if len(arrays) > 0 and ENDS:
+        tiles = tuple(shifted_columns(arrays[0], t, shift, end) for t in ct.static_iter(tinner))
+        tends = ct.gather(arrays[0], tends - shift, mask=tis_own, check_bounds=False, padding_value=0)
+        tiles = tiles + (as_float32(tends),)
+    elif len(arrays) > 0:
         tiles = tuple(
-            as_float32(ct.gather(array, t, mask=t < end, check_bounds=False, padding_value=0))
+            as_float32(ct.gather(arrays[0], t, mask=t < end, check_bounds=False, padding_value=0))
             for t in ct.static_iter(tinner)
         )
     return tiles
@@ -152,144 +158,78 @@ def shifted_columns(array, tlanes, shift, end):
     return ct.sum(as_float32(tloaded), axis=0, keepdims=True)
 
 
-def load_scale(weight, lanes, offset, ENDS):
-    """weight + offset, as float32 tiles."""
-    tcolumns = load_columns(weight, lanes, ENDS)
-    return tuple(t + offset for t in ct.static_iter(tcolumns))
-
-
-def sum_over_rows(a, b, PIECES):
-    """The sums of a * b over each row, as (ROWS, 1)."""
-    ttotal = ct.sum(products_lane_by_lane(a, b, PIECES), axis=1, keepdims=True)
-    if len(a) > PIECES:
-        ttotal = ttotal + ct.sum(a[-1] * b[-1], axis=1, keepdims=True)
-    return ttotal
-
-
 def sum_with_team(ttotal, row, team):
     """The sum over all parts of the one row of a step, which a team of blocks shares (team.py)."""
     if len(team) > 0:
-        board, member, MEMBERS, SLOTS = team
-        total = sum_of_team(board, row, member, ct.sum(ttotal), MEMBERS, SLOTS)
-        ttotal = ct.full((1, 1), total, dtype=ct.float32)
+        ttotal = ct.full((1, 1), sum_of_team(ct.sum(ttotal), row, team), dtype=ct.float32)
     return ttotal
 
 
-def normalize_rows(arrays, block, blocks, inv_n, eps, offset, SHAPE, HOW, residual, bias, team):
-    """The forward of a block, one of so many. HOW is (ENDS, LATENCY, HAS_WEIGHT, ROUND_XHAT)."""
-    y, rstd, x, weight = arrays
-    ENDS, LATENCY, HAS_WEIGHT, ROUND_XHAT = HOW
+def normalize_rows(arrays, block, blocks, NUMBERS, SHAPE, HOW, team=()):
+    """The forward of a block, one of so many. HOW is (ENDS, LATENCY, ROUND_XHAT)."""
+    y, rstd, x, weights, residual, bias = arrays
+    inv_n, eps, offset = NUMBERS
+    ENDS, LATENCY, ROUND_XHAT = HOW
     ROWS, _, PIECES, VECTOR = SHAPE
-    SHIFTS = shifts_of(VECTOR, ENDS)
-    first, part = block % SHIFTS, 0
-    if len(team) > 0:
-        part = team[1]
-    n, m = length_of_rows(x, VECTOR, ENDS), x.shape[0]
+    SHIFTS, part = shifts_of(VECTOR, ENDS), member_of(team)
+    first, n, m = block % SHIFTS, length_of_rows(x, VECTOR, ENDS), x.shape[0]
     lanes = lanes_of_block(first, n, part, SHAPE, ENDS)
-    tscale, tbias = (), ()
-    if HAS_WEIGHT:
-        tscale = load_scale(weight, lanes, offset, ENDS)
-    if len(bias) > 0:
-        tbias = load_columns(bias[0], lanes, ENDS)
-    rows = (x,) + residual[:1]
-    dtype = residual[1].dtype if len(residual) > 0 else x.dtype
+    LAYOUT = (first, m, n, lanes, SHAPE, ENDS)
+    tscale = scale_of(load_lanes(weights, lanes, ENDS), offset)
+    tbias = load_lanes(bias, lanes, ENDS)
+    rows, dtype = (x,) + residual[:1], residual[1].dtype if len(residual) > 0 else x.dtype
     stride = blocks // SHIFTS
-    trows = rows_of_step(block // SHIFTS, SHAPE, ENDS)
-    tahead = load_ends(rows, trows, trows + first < m, n, lanes, ENDS)
+    tahead = load_ends(rows, rows_of_step(block // SHIFTS, LAYOUT), ENDS)
     for step in range(block // SHIFTS, ct.cdiv(ct.cdiv(m - first, SHIFTS), ROWS), stride):
-        trows = rows_of_step(step, SHAPE, ENDS)
-        tis_row = trows + first < m
-        tnext_rows = rows_of_step(step + stride, SHAPE, ENDS)
-        tnext = load_ends(rows, tnext_rows, tnext_rows + first < m, n, lanes, ENDS)
-        tstored = load_inner(x, trows, tis_row, n, lanes, LATENCY) + tahead[:1]
+        where = rows_of_step(step, LAYOUT)
+        tnext = load_ends(rows, rows_of_step(step + stride, LAYOUT), ENDS)
+        tstored, tresidual = load_inner(x, where, LATENCY) + tahead[:1], ()
         if len(residual) > 0:
-            tresidual = load_inner(residual[0], trows, tis_row, n, lanes, LATENCY) + tahead[1:]
-            tstored = added_residual(tstored, tresidual, residual[2], dtype)
-            store_rows(residual[1], trows, tis_row, n, lanes, tstored)
-        tx = row_as_float32(tstored)
-        ttotal = sum_with_team(sum_over_rows(tx, tx, PIECES), step * SHIFTS + first, team)
-        trstd = ct.rsqrt(ttotal * inv_n + eps)
-        ct.scatter(rstd, trows + first, trstd, mask=tis_row & (part == 0), check_bounds=False)
-        ty = tuple(rounded(t * trstd, dtype, ROUND_XHAT) for t in ct.static_iter(tx))
-        if HAS_WEIGHT:
-            ty = multiplied(ty, tscale)
-        if len(bias) > 0:
-            ty = added(ty, tbias)
-        store_rows(y, trows, tis_row, n, lanes, ty)
+            tresidual = load_inner(residual[0], where, LATENCY) + tahead[1:]
+        tx = row_as_float32(with_residual(tstored, tresidual, residual, store_rows, where))
+        total = sum_with_team(sum_of_products(tx, tx, PIECES, AXIS=1), step * SHIFTS + first, team)
+        trstd = rstd_of(total, inv_n, eps)
+        ct.scatter(rstd, where[0] + first, trstd, mask=where[1] & (part == 0), check_bounds=False)
+        store_rows(y, where, scaled(xhat_of(tx, trstd, dtype, ROUND_XHAT), tscale, tbias))
         tahead = tnext
 
 
-def gradients_of_rows(
-    arrays, dw_partial, db_partial, block, blocks, inv_n, offset, SHAPE, HOW, residual_gradients, team
-):
-    """The backward of a block, one of so many; it writes row `block` of dw_partial, and of db_partial if there is one.
-    HOW is (ENDS, LATENCY, HAS_WEIGHT, HAS_DW, ROUND_XHAT)."""
-    dx, dy, x, weight, rstd = arrays
-    ENDS, LATENCY, HAS_WEIGHT, HAS_DW, ROUND_XHAT = HOW
-    ROWS, _, PIECES, VECTOR = SHAPE
-    d_residual_out, d_residual = residual_gradients
+def gradients_of_rows(arrays, partials, block, blocks, NUMBERS, SHAPE, HOW, team=()):
+    """The backward of a block, one of so many; it writes row `block` of `partials`, dw_partial and () or (db_partial,).
+    HOW is (ENDS, LATENCY, HAS_DW, ROUND_XHAT)."""
+    dx, dy, x, weights, rstd, d_residual_out, d_residual = arrays
+    inv_n, offset = NUMBERS
+    ENDS, LATENCY, HAS_DW, ROUND_XHAT = HOW
+    ROWS, WIDTH, PIECES, VECTOR = SHAPE
     SHIFTS = shifts_of(VECTOR, ENDS)
-    first, part = block % SHIFTS, 0
-    if len(team) > 0:
-        part = team[1]
-    n, m = length_of_rows(x, VECTOR, ENDS), x.shape[0]
-    lanes = lanes_of_block(first, n, part, SHAPE, ENDS)
-    tscale = ()
-    if HAS_WEIGHT:
-        tscale = load_scale(weight, lanes, offset, ENDS)
-    tdw = zeros_of_lanes(lanes, ROWS, ENDS)
-    tdb = tdw if len(db_partial) > 0 else ()
+    first, n, m = block % SHIFTS, length_of_rows(x, VECTOR, ENDS), x.shape[0]
+    lanes = lanes_of_block(first, n, member_of(team), SHAPE, ENDS)
+    LAYOUT = (first, m, n, lanes, SHAPE, ENDS)
+    tscale = scale_of(load_lanes(weights, lanes, ENDS), offset)
+    tdw = zeros((ROWS, WIDTH), PIECES) + zeros((ROWS, 2 * VECTOR), 1 if ENDS else 0)
+    tdb = tdw if len(partials[1]) > 0 else ()
     rows = (x, dy) + d_residual_out
     stride = blocks // SHIFTS
-    trows = rows_of_step(block // SHIFTS, SHAPE, ENDS)
-    tahead = load_ends(rows, trows, trows + first < m, n, lanes, ENDS)
-    trstd = ct.gather(rstd, trows + first, padding_value=0)
+    where = rows_of_step(block // SHIFTS, LAYOUT)
+    tahead, trstd = load_ends(rows, where, ENDS), ct.gather(rstd, where[0] + first, padding_value=0)
     for step in range(block // SHIFTS, ct.cdiv(ct.cdiv(m - first, SHIFTS), ROWS), stride):
-        trows = rows_of_step(step, SHAPE, ENDS)
-        tis_row = trows + first < m
-        tnext_rows = rows_of_step(step + stride, SHAPE, ENDS)
-        tnext = load_ends(rows, tnext_rows, tnext_rows + first < m, n, lanes, ENDS)
-        tnext_rstd = ct.gather(rstd, tnext_rows + first, padding_value=0)
-        tx = row_as_float32(load_inner(x, trows, tis_row, n, lanes, LATENCY) + tahead[:1])
-        tdy = row_as_float32(load_inner(dy, trows, tis_row, n, lanes, LATENCY) + tahead[1:2])
+        where, of_next = rows_of_step(step, LAYOUT), rows_of_step(step + stride, LAYOUT)
+        tnext = load_ends(rows, of_next, ENDS)
+        tnext_rstd = ct.gather(rstd, of_next[0] + first, padding_value=0)
+        tx = row_as_float32(load_inner(x, where, LATENCY) + tahead[:1])
+        tdy = row_as_float32(load_inner(dy, where, LATENCY) + tahead[1:2])
         td_residual_out = ()
         if len(d_residual_out) > 0:
-            td_residual_out = load_inner(d_residual_out[0], trows, tis_row, n, lanes, LATENCY) + tahead[2:]
+            td_residual_out = load_inner(d_residual_out[0], where, LATENCY) + tahead[2:]
+
         th, tg = h_and_g(tdy, trstd, tscale)
-        ttotal = sum_with_team(sum_over_rows(tx, tg, PIECES), step * SHIFTS + first, team)
-        tfactor = factor_of_x(ttotal * inv_n, trstd)
-        td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tx))))
-        td = with_d_residual_out(td, td_residual_out)
-        if len(d_residual) == 2:
-            store_rows(d_residual[0], trows, tis_row, n, lanes, td)
-        store_rows(dx, trows, tis_row, n, lanes, times_alpha(td, d_residual))
-        if HAS_DW:
-            tdw = added(tdw, row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT))
-        if len(db_partial) > 0:
-            tdb = added(tdb, tdy)
+        total = sum_with_team(sum_of_products(tx, tg, PIECES, AXIS=1), step * SHIFTS + first, team)
+        td = gradient(tx, factor_of_x(total * inv_n, trstd), tg)
+        store_gradients(store_rows, where, dx, d_residual, td, td_residual_out)
+        tdw = added(tdw, terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT))
+        tdb = added(tdb, tdy)
         tahead, trstd = tnext, tnext_rstd
-    if HAS_DW:
-        store_partial_row(dw_partial, block, lanes, tdw)
-    if len(db_partial) > 0:
-        store_partial_row(db_partial[0], block, lanes, tdb)
-
-
-def zeros_of_lanes(lanes, ROWS, ENDS):
-    """Sums of dw before the first row."""
-    _, _, _, tinner, tends, _ = lanes
-    tlanes = tinner + (tends,) if ENDS else tinner
-    return tuple(ct.zeros((ROWS, t.shape[1]), dtype=ct.float32) for t in ct.static_iter(tlanes))
-
-
-def store_partial_row(partials, p, lanes, tsums):
-    """Writes the sums over the rows of tiles as row p of dw_partial or of db_partial."""
-    shift, _, end, tinner, tends, tis_own = lanes
-    for k in ct.static_iter(range(len(tinner))):
-        tsum = ct.astype(ct.sum(tsums[k], axis=0, keepdims=True), partials.dtype)
-        ct.scatter(partials, (p, tinner[k] - shift), tsum, mask=tinner[k] < end, check_bounds=False)
-    if len(tsums) > len(tinner):
-        tsum = ct.astype(ct.sum(tsums[-1], axis=0, keepdims=True), partials.dtype)
-        ct.scatter(partials, (p, tends - shift), tsum, mask=tis_own, check_bounds=False)
+    store_sums(store_partial_row, (block, lanes), partials, tdw + tdb, HAS_DW)
 
 
 def forward_unaligned(
@@ -313,14 +253,10 @@ def forward_unaligned(
     DEPENDENT: ConstBool,
 ):
     """Grid: a multiple of VECTOR where there are ENDS."""
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
-    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_WEIGHT, ROUND_XHAT)
-    arrays = (y, rstd, x, weight)
-    normalize_rows(
-        arrays, ct.bid(0), ct.num_blocks(0), inv_n, eps, offset, SHAPE, HOW, residual, bias, team=()
-    )
+    wait_and_signal(DEPENDENT)
+    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT)
+    arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
+    normalize_rows(arrays, ct.bid(0), ct.num_blocks(0), (inv_n, eps, offset), SHAPE, HOW)
 
 
 def forward_unaligned_team(
@@ -346,13 +282,11 @@ def forward_unaligned_team(
     DEPENDENT: ConstBool,
 ):
     """Grid: MEMBERS times what forward_unaligned has. The first member of a team has a row's ends."""
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
+    wait_and_signal(DEPENDENT)
     block, team = join_team(board, MEMBERS, SLOTS)
-    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_WEIGHT, ROUND_XHAT)
-    arrays, blocks = (y, rstd, x, weight), ct.num_blocks(0) // MEMBERS
-    normalize_rows(arrays, block, blocks, inv_n, eps, offset, SHAPE, HOW, residual, bias, team)
+    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT)
+    arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
+    normalize_rows(arrays, block, ct.num_blocks(0) // MEMBERS, (inv_n, eps, offset), SHAPE, HOW, team)
 
 
 def backward_unaligned(
@@ -379,24 +313,11 @@ def backward_unaligned(
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,), a multiple of VECTOR where there are ENDS."""
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
-    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
-    arrays, blocks = (dx, dy, x, weight, rstd), ct.num_blocks(0)
-    gradients_of_rows(
-        arrays,
-        dw_partial,
-        db_partial,
-        ct.bid(0),
-        blocks,
-        inv_n,
-        offset,
-        SHAPE,
-        HOW,
-        (d_residual_out, d_residual),
-        team=(),
-    )
+    wait_and_signal(DEPENDENT)
+    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT)
+    arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
+    partials, blocks, NUMBERS = (dw_partial, db_partial), ct.num_blocks(0), (inv_n, offset)
+    gradients_of_rows(arrays, partials, ct.bid(0), blocks, NUMBERS, SHAPE, HOW)
 
 
 def backward_unaligned_team(
@@ -424,12 +345,9 @@ def backward_unaligned_team(
     DEPENDENT: ConstBool,
 ):
     """Grid: (P * MEMBERS,). The first member of a team has a row's ends."""
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
+    wait_and_signal(DEPENDENT)
     block, team = join_team(board, MEMBERS, SLOTS)
-    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
-    arrays, blocks = (dx, dy, x, weight, rstd), ct.num_blocks(0) // MEMBERS
-    gradients_of_rows(
-        arrays, dw_partial, (), block, blocks, inv_n, offset, SHAPE, HOW, (d_residual_out, d_residual), team
-    )
+    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT)
+    arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
+    blocks, NUMBERS = ct.num_blocks(0) // MEMBERS, (inv_n, offset)
+    gradients_of_rows(arrays, (dw_partial, ()), block, blocks, NUMBERS, SHAPE, HOW, team)

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Loads of the weight for the tiles that it multiplies (tiles.py): with x, or behind a reduction of x (forward.py)."""
+"""Loads of the weight for the tiles that it multiplies: with x, or behind a reduction of x (forward.py)."""
 
 import cuda.tile as ct
 
-from .tiles import ZERO, as_float32, has_aligned_rows, opaque_zero, words_of
+from .rows import has_aligned_rows
+from .tiles import ZERO, as_float32, opaque_zero, words_of
 
 
 def weight_tile(weight, tcolumns, k, EVEN):
@@ -13,7 +14,9 @@ def weight_tile(weight, tcolumns, k, EVEN):
     return ct.gather(weight, tcolumns[k], check_bounds=is_bounded, padding_value=0)
 
 
-def load_weight(weight, tcolumns, EVEN):
+def load_weight(weight, where):
+    """The weight or bias of a row's columns, as tiles of its dtype."""
+    _, _, tcolumns, EVEN = where
     return tuple(weight_tile(weight, tcolumns, k, EVEN) for k in ct.static_iter(range(len(tcolumns))))
 
 
@@ -22,13 +25,17 @@ def scale_of(tweight, offset):
     return tuple(as_float32(t) + offset for t in ct.static_iter(tweight))
 
 
-def load_scale(weight, tcolumns, offset, EVEN):
-    """weight + offset of a row, as float32 tiles. Each is loaded, then widened: the compiler keeps to that order, and
-    another gives other machine code."""
-    return tuple(
-        as_float32(weight_tile(weight, tcolumns, k, EVEN)) + offset
-        for k in ct.static_iter(range(len(tcolumns)))
-    )
+def load_scale(weights, where, offset):
+    """weight + offset of a row, as float32 tiles, or () of no weight. Each is loaded, then widened: the compiler keeps
+    to that order, and another gives other machine code."""
+    _, _, tcolumns, EVEN = where
+    tscale = ()
+    if len(weights) > 0:
+        tscale = tuple(
+            as_float32(weight_tile(weights[0], tcolumns, k, EVEN)) + offset
+            for k in ct.static_iter(range(len(tcolumns)))
+        )
+    return tscale
 
 
 def joint_load(tiles, others, ALIGNED):
@@ -56,24 +63,19 @@ def bits_of(tile):
     return ct.bitcast(tile, ct.int32 if tile.dtype == ct.float32 else ct.int16)
 
 
-def load_columns(array, j, WIDTH, TMA, DIVISOR):
-    """Tile j of a weight or bias, shape (WIDTH,), as float32; how, `load_tile` says."""
+def load_vector_tile(array, j, WIDTH, TMA, DIVISOR):
+    """Tile j of a weight or bias, shape (1, WIDTH), as float32; how, `load_tile` says."""
     if has_aligned_rows(array, DIVISOR):
         tile = ct.load(array, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)
     else:
         tcolumns = j * WIDTH + ct.arange(WIDTH, dtype=ct.int32)
         tile = weight_tile(array, (tcolumns,), 0, False)
-    return as_float32(tile)
-
-
-def shifted(tile, shift):
-    """The tile plus what the tuple has, which is nothing or one number."""
-    return tile + shift[0] if len(shift) > 0 else tile
+    return ct.reshape(as_float32(tile), (1, WIDTH))
 
 
 def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
     """Tile j of weight + offset, shape (1, WIDTH), as float32."""
-    return ct.reshape(load_columns(weight, j, WIDTH, TMA, DIVISOR) + offset, (1, WIDTH))
+    return load_vector_tile(weight, j, WIDTH, TMA, DIVISOR) + offset
 
 
 def gather_columns(array, ROWS, tcolumns, EVEN):
