@@ -27,7 +27,7 @@ ASKED = range(16, 65536 + 1, 16)  # aligned rows, whatever the dtype
 
 
 def form_of(variant: Variant) -> Form:
-    """The form of such a call, as forms.py makes it, its dtypes aside."""
+    """The form of such a call, as host/norm.py makes it, its dtypes aside."""
     has_heads = variant.weight == "heads" or variant.layout != "contiguous"
     return Form(
         residual=variant.has_residual,

@@ -271,9 +271,9 @@ def no_composing(monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh_plans():
     """cuTile's launchers are made anew in this test, and again after it."""
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    from tilegym_rmsnorm.backends.cutile import lookup, rope
+    from tilegym_rmsnorm.backends.cutile.host import launcher, rope
 
-    caches = lookup._launcher, rope._launch, rope._sum
+    caches = launcher.launcher_of, rope._sum_of
     [made.cache_clear() for made in caches]
     yield
     [made.cache_clear() for made in caches]

@@ -86,14 +86,14 @@ def served_by(op: str, call: Compute, inputs: BlockInputs) -> str:
     from tilegym_rmsnorm.backends.cutile.launch import Launcher
     from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN
 
-    plans, bind_launches = [], Launcher.bind_launches
+    plans, bind = [], Launcher.bind
 
     # Seen, not asked for: what is asked for anew could differ from what is timed.
-    def noted(self: Launcher, *arguments: Any) -> Callable[..., None]:
+    def noted(self: Launcher, *arguments: Any) -> Callable[..., Any] | None:
         plans.append(self.plan)
-        return bind_launches(self, *arguments)
+        return bind(self, *arguments)
 
-    with mock.patch.object(Launcher, "bind_launches", noted):
+    with mock.patch.object(Launcher, "bind", noted):
         call(inputs)
     is_composed = op not in PLAIN_OPS and any(plan.problem.form == PLAIN for plan in plans)
     text = "; ".join(dict.fromkeys(str(plan.first) for plan in plans))

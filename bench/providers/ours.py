@@ -194,7 +194,7 @@ def _row_partials_backward(
 
 
 @functools.cache
-def _row_partials_launcher(shape: Shape, dtype: torch.dtype, device: torch.device) -> launch.Backward:
+def _row_partials_launcher(shape: Shape, dtype: torch.dtype, device: torch.device) -> launch.Launcher:
     # No argument of the backend asks for such a plan.
     from tilegym_rmsnorm.backends.cutile import launch
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
@@ -204,7 +204,7 @@ def _row_partials_launcher(shape: Shape, dtype: torch.dtype, device: torch.devic
 
 
 def run_backward(
-    launcher: launch.Backward, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
+    launcher: launch.Launcher, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """dx and dw by a plan of one's own."""
     spec, wanted = Spec(x.shape[1], EPS, 0.0, "once"), Wanted(x.dtype, dw=weight.dtype)

@@ -29,13 +29,14 @@ def test_every_shape_is_kept():
 def test_a_wrong_plan_is_found_and_not_timed(tmp_path, monkeypatch, capsys):
     """The whole command and the kernels, without a GPU in the interpreter: of a cell's rows they get four."""
     launch = pytest.importorskip("tilegym_rmsnorm.backends.cutile.launch", exc_type=ImportError)
+    from cutile_runs import set_launcher
 
-    class WrongWhereSlabsHave512Rows(launch.Backward):
+    class WrongWhereSlabsHave512Rows(launch.Launcher):
         def __call__(self, *arguments):
             dx, d_residual, dw, db = super().__call__(*arguments)
             return dx, d_residual, dw * 1.1 if getattr(self.plan.first, "slab", 0) == 512 else dw, db
 
-    monkeypatch.setattr(launch, "Backward", WrongWhereSlabsHave512Rows)
+    set_launcher(monkeypatch, "Backward", WrongWhereSlabsHave512Rows)
     monkeypatch.setenv("TILEGYM_RMSNORM_CACHE_DIR", "off")
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

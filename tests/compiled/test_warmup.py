@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import plain_calls
@@ -24,7 +24,8 @@ from planning import problem  # noqa: E402
 from table_cases import TARGET, entry_of  # noqa: E402
 
 from tilegym_rmsnorm.backends import cutile  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward, plan_for  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.warm import kind_of, rows_to_warm  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward, Launcher, plan_for  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import tables, variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy, Problem  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
@@ -34,7 +35,6 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
     rows_of_class,
     size_class,
 )
-from tilegym_rmsnorm.backends.cutile.warm import kind_of, rows_to_warm  # noqa: E402
 
 WIDTHS = (1, 64, 1000, 1024, 2880, 4096, 5000, 16384, 18432, 40000, 65536)
 
@@ -59,9 +59,7 @@ def call(
 
 
 @functools.lru_cache(maxsize=8)
-def launcher(
-    kind: type[Forward] | type[Backward], machine: CountingMachine, asked: Problem
-) -> Forward | Backward:
+def launcher(kind: Callable[..., Launcher], machine: CountingMachine, asked: Problem) -> Launcher:
     """One for all numbers of rows of a size class, as calls have it."""
     return kind(machine, plan_for(asked))
 
@@ -209,7 +207,7 @@ def test_what_is_no_sequence_of_widths(widths):
     ],
 )
 def test_widths_of_every_form_are_warmed(monkeypatch, widths, warmed):
-    from tilegym_rmsnorm.backends.cutile import warm as warm_module
+    from tilegym_rmsnorm.backends.cutile.host import warm as warm_module
 
     seen = []
     monkeypatch.setattr(warmup, "why_unusable", lambda *_: None)
@@ -224,7 +222,7 @@ def test_widths_of_every_form_are_warmed(monkeypatch, widths, warmed):
     ("dtype", "residual"), [(BF16, BF16), (BF16, FP32), (FP32, BF16), (BF16, torch.float16)]
 )
 def test_the_sum_that_is_warmed_has_the_dtype_of_a_call(monkeypatch, dtype, residual, asked):
-    from tilegym_rmsnorm.backends.cutile import warm as warm_module
+    from tilegym_rmsnorm.backends.cutile.host import warm as warm_module
 
     seen = []
     monkeypatch.setattr(warmup, "why_unusable", lambda *_: None)

@@ -18,7 +18,7 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from counting import META, Case, CountingMachine  # noqa: E402
 
 from tilegym_rmsnorm.backends import cutile, refusals  # noqa: E402
-from tilegym_rmsnorm.backends.cutile import warm as warm_module  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import warm as warm_module  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -19,8 +19,7 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from counting import META, Case, CountingMachine, counted_calls  # noqa: E402
 
 from tilegym_rmsnorm.backends import cutile, refusals  # noqa: E402
-from tilegym_rmsnorm.backends.cutile import warm_rope as warm_module  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rope import BackwardRope, tiles_of  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import warm as warm_module  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -147,19 +146,19 @@ def test_every_kind_of_arrays_of_small_batches(monkeypatch, name, sm_count):
     """P of q and of k follow B and T together, and no random call may meet a pair of kinds that few calls have."""
     with counted_calls(monkeypatch, sm_count):
         calls = _calls_of(monkeypatch, CASES[name])
-        tiles = [tiles_of(BackwardRope, problem) for problem in warm_module._problems(META, calls)]
+        launchers = calls.launchers(META)
 
         def kinds(lead: warm_module.RopeLead) -> tuple:
-            return warm_module._kinds_of(calls, tiles[lead.t > 1], sm_count, lead)
+            return warm_module.kinds_of_rope(calls, launchers[lead.t > 1], lead)
 
-        found = {kinds(lead) for lead in warm_module.leads_to_warm(META, calls)}
+        found = {kinds(lead) for lead in calls.leads(META)}
         sizes = itertools.product((*range(1, 70), 500), (*range(1, 70), 264, 2507, 4096), (False, True))
         assert {kinds(warm_module.RopeLead(*each)) for each in sizes} <= found
 
 
 def _calls_of(monkeypatch: pytest.MonkeyPatch, case: Case) -> warm_module.RopeCalls:
     seen = []
-    monkeypatch.setattr(warm_module, "warm_rope", lambda device, calls: seen.append(calls))
+    monkeypatch.setattr(warm_module, "warm", lambda device, calls: seen.append(calls))
     tr.warmup_rope(case.width, **case.options, device="cuda:0")
     return seen[0]
 
@@ -179,7 +178,7 @@ def test_nothing_is_compiled_that_no_call_needs(on_meta, monkeypatch, name):
     case = CASES[name]
     kernels = warmed(on_meta, case)
     on_meta.kernels.clear()
-    for lead in warm_module.leads_to_warm(META, _calls_of(monkeypatch, case)):
+    for lead in _calls_of(monkeypatch, case).leads(META):
         step(case, lead.b, lead.t, "projection", lead.has_rows_of_batch)
     assert on_meta.kernels == kernels
 
@@ -244,7 +243,7 @@ def test_other_calls_are_others(on_meta, others):
     ],
 )
 def test_what_is_no_call_is_refused(monkeypatch, width, options, error, message):
-    monkeypatch.setattr(warm_module, "warm_rope", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(warm_module, "warm", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(cutile, "unusable", refusals.tensors_unusable)
     with pytest.raises(error, match=message):
         tr.warmup_rope(width, **({"heads": 4, "k_heads": 4, "device": "cuda:0"} | options))

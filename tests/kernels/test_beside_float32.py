@@ -19,7 +19,11 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows, Forward
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from cutile_runs import run_backward, run_forward  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import launch, lookup  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import norm  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.launcher import launcher_of  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of  # noqa: E402
 from tilegym_rmsnorm.ops.norm.spec import Spec  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -88,11 +92,19 @@ def test_rows_of_7169_to_8192_are_two_tiles_as_timed():
 def test_launch_chooses_by_the_dtype_of_the_weight():
     beside = by_rules_beside_float32("backward", 8192)
     for weight_dtype in (BF16, FP32):
-        made = lookup._launcher("backward", CPU, 8192, BF16, weight_dtype, "once", "large", True, 0)
+        made = launcher_of(
+            norm.BACKWARD,
+            machine_of(CPU),
+            ("backward", 8192, BF16, weight_dtype, "large", "once", PLAIN, True, 0),
+        )
         assert (made.plan.first == beside) is (weight_dtype is FP32)
     x = torch.randn(3, 1000, dtype=BF16)
     for weight_dtype in (BF16, FP32, None):
-        made = lookup._launcher("forward", CPU, 1000, BF16, weight_dtype, "once", "few", True, 0)
+        made = launcher_of(
+            norm.FORWARD,
+            machine_of(CPU),
+            ("forward", 1000, BF16, weight_dtype, "few", "once", PLAIN, True, 0),
+        )
         beside = by_rules_beside_float32("forward", 1000, "few")
         assert (made.plan.first == beside) is (weight_dtype is FP32)
         weight = None if weight_dtype is None else torch.randn(1000).to(weight_dtype)

@@ -17,8 +17,9 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from cutile_runs import ShuffledMachine, plan_for, run_backward, run_forward  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import interpreter, launcher  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import norm  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import plan, variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW  # noqa: E402
@@ -326,8 +327,10 @@ def test_a_row_stride_beyond_int32_is_copied_away(m, monkeypatch):
     """A single row too: contiguous() would return it with its stride."""
     inputs = make_inputs(m, 64, BF16, FP32, device=CPU)
     far = torch.full((m, 200), torch.nan, dtype=BF16)[:, :64].copy_(inputs.x)
-    monkeypatch.setattr(launcher, "LARGEST_STRIDE", 199)
-    assert launcher._reads_copy(far, tma=False) and launcher._copied(far).stride() == (64, 1)
+    monkeypatch.setattr(norm, "LARGEST_STRIDE", 199)
+    machine = InterpretedMachine()
+    run = Forward(machine, plan_for(inputs, "forward", machine))
+    assert norm._reads_copy(run, far) and norm._copied(far).stride() == (64, 1)
     assert_within(expected_results(inputs), **run_forward(inputs._replace(x=far)))
 
 

@@ -18,7 +18,8 @@ from variants import Variant
 pytest.importorskip("cuda.tile")
 from cutile_runs import ShuffledMachine  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import interpreter, launch, lookup  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import launcher  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form  # noqa: E402
@@ -124,7 +125,7 @@ def test_sequences(variant, size, layout):
 def test_more_tiles_of_heads_than_one_launch_takes(variant, size, monkeypatch):
     """Tiles that are partly empty are blocks too: few rows may need more of them than a grid has."""
     # Launchers keep what they take.
-    monkeypatch.setattr(lookup, "_launcher", functools.cache(lookup._launcher.__wrapped__))
+    monkeypatch.setattr(launcher, "launcher_of", functools.cache(launcher.launcher_of.__wrapped__))
     monkeypatch.setattr(variant_module, "LARGEST_GRID", 17)
     monkeypatch.setattr(interpreter, "LARGEST_GRID", (17, 2**16 - 1, 2**16 - 1))
     _check(variant._replace(size=size, layout="heads"))

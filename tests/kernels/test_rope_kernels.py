@@ -26,7 +26,9 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 import cuda.tile as ct  # noqa: E402
 from cutile_runs import ShuffledMachine  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import interpreter, launch, rope  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import rope  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.launcher import bind  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels import rope as kernels  # noqa: E402
 from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch  # noqa: E402
 from tilegym_rmsnorm.ops.rope.spec import RopeWanted  # noqa: E402
@@ -34,21 +36,23 @@ from tilegym_rmsnorm.ops.rope.spec import RopeWanted  # noqa: E402
 
 def run_forward(call, machine=None):
     """Run the kernels; AssertionError if they do not take the call."""
-    run = rope.bind_forward(call.spec, call.tensors, machine or ShuffledMachine())
+    run = bind(rope.FORWARD, machine or ShuffledMachine(), call.spec, call.tensors)
     assert run is not None
     return run(call.tensors)
 
 
 def run_backward(call, machine=None, wanted=None):
     tensors = call.backward_tensors
-    run = rope.bind_backward(call.spec, tensors, wanted or call.wanted, machine or ShuffledMachine())
+    run = bind(rope.BACKWARD, machine or ShuffledMachine(), call.spec, tensors, wanted or call.wanted)
     assert run is not None
     return run(tensors)
 
 
 def is_taken(call):
-    taken = rope.bind_forward(call.spec, call.tensors) is not None
-    assert taken is (rope.bind_backward(call.spec, call.backward_tensors, call.wanted) is not None)
+    machine = ShuffledMachine()
+    taken = bind(rope.FORWARD, machine, call.spec, call.tensors) is not None
+    backward = bind(rope.BACKWARD, machine, call.spec, call.backward_tensors, call.wanted)
+    assert taken is (backward is not None)
     return taken
 
 

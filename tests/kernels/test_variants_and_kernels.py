@@ -102,7 +102,7 @@ def constants_with(step: Variant, architecture: int = 90, casting: str = "once")
     """The constants of a step in such a plan, or of a kernel of rope.py."""
     if isinstance(step, rope.RopeTiles):
         problem = rope_problem(N, N, itemsize=4, architecture=architecture, casting=casting)
-        return rope.constants_of(problem, step)
+        return rope.RopePlan(problem, step).constants(step)
     return plan_with(step, architecture=architecture, casting=casting).constants(step)
 
 

@@ -23,7 +23,7 @@ if reason := why_skip("cutile"):
 from cutile_runs import ShuffledMachine  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.forms import form_of  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.norm import form_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import tables  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variants as plans  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.partition import Team  # noqa: E402
@@ -128,7 +128,7 @@ def _normalized(variant: Variant, inputs: VariantInputs) -> torch.Tensor:
 
 
 def _problem_of_forward(variant: Variant, inputs: VariantInputs, size: str) -> Problem:
-    """Make lookup.py's problem of this size class for any number of rows."""
+    """Make host/norm.py's problem of this size class for any number of rows."""
     written = variant.out_dtype, variant.normalized_dtype if variant.has_residual else None
     has_residual, has_bias = inputs.residual is not None, inputs.bias is not None
     dtype, form = form_of((inputs.x, inputs.residual), written, has_residual, has_bias, False)

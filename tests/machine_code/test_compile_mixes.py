@@ -18,8 +18,9 @@ from variants import Variant
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import CompilingMachine, assert_sound, skip_without_compiler  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import launch, lookup  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import rope  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.launcher import bind  # noqa: E402
 
 skip_without_compiler()
 
@@ -59,7 +60,7 @@ STEPS = {
 )
 def test_heads_beside_a_residual_spill_nothing(mix, architecture, monkeypatch):
     machine, variant = CompilingMachine(architecture), NORMS[mix]
-    monkeypatch.setattr(lookup, "machine_of", lambda device: machine)
+    monkeypatch.setattr(launch, "machine_of", lambda device: machine)
     inputs = variants.make(variant, device="meta")
     case = NormCase(variant, FP16, has_d_residual_out=True, needs=(True, True, True, True))
     run_norm(case, inputs, launch.rms_norm_forward, launch.rms_norm_backward)
@@ -70,7 +71,7 @@ def test_heads_beside_a_residual_spill_nothing(mix, architecture, monkeypatch):
 @pytest.mark.parametrize(("mix", "architecture"), in_turn(STEPS, ARCHITECTURES, of=3))
 def test_one_step_of_few_heads_spills_nothing(mix, architecture):
     machine, call = CompilingMachine(architecture), rope_cases.make(STEPS[mix], "meta")
-    bind_forward(call.spec, call.tensors, machine)(call.tensors)
-    bind_backward(call.spec, call.backward_tensors, call.wanted, machine)(call.backward_tensors)
+    bind(rope.FORWARD, machine, call.spec, call.tensors)(call.tensors)
+    bind(rope.BACKWARD, machine, call.spec, call.backward_tensors, call.wanted)(call.backward_tensors)
     assert {"forward_rope", "backward_rope"} <= {each.name for each in machine.results}
     assert_sound(machine)

@@ -16,7 +16,7 @@ from option_cases import rope_cases as cases_of_rope
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import CompilingMachine, assert_ends, skip_without_compiler  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import launch, lookup, rope  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES  # noqa: E402
 
 skip_without_compiler()
@@ -35,8 +35,7 @@ def machine(architecture, monkeypatch):
     if architecture != 90 and not helpers.every_config:
         pytest.skip("with --every-config")
     machine = CompilingMachine(architecture, traces=True)
-    for module in (lookup, rope):
-        monkeypatch.setattr(module, "machine_of", lambda device: machine)
+    monkeypatch.setattr(launch, "machine_of", lambda device: machine)
     return machine
 
 

@@ -24,9 +24,10 @@ from compiling import (  # noqa: E402
 )
 from pipelines import overwritten  # noqa: E402
 
+from tilegym_rmsnorm.backends.cutile.host import rope  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.launcher import bind  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rope import WIDEST_ROTATED_HEAD  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward  # noqa: E402
 
 skip_without_compiler()
 
@@ -82,9 +83,9 @@ def compile_calls(case, machine, passes=tuple(KERNELS)):
     """The launches of a forward and of a backward, or of one of them."""
     call = make(case, "meta")
     if "forward" in passes:
-        bind_forward(call.spec, call.tensors, machine)(call.tensors)
+        bind(rope.FORWARD, machine, call.spec, call.tensors)(call.tensors)
     if "backward" in passes:
-        bind_backward(call.spec, call.backward_tensors, call.wanted, machine)(call.backward_tensors)
+        bind(rope.BACKWARD, machine, call.spec, call.backward_tensors, call.wanted)(call.backward_tensors)
 
 
 DTYPES = ("16 bits", "float32")

@@ -31,6 +31,8 @@ from pipelines import ENDED, WAITED, awaits_first_end, operations  # noqa: E402
 from planning import by_rules  # noqa: E402
 from rope_cases import RopeCase, make  # noqa: E402
 
+from tilegym_rmsnorm.backends.cutile.host import rope  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.launcher import bind  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.pdl import NO_BLOCK, wait_for_launch_before  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.rows import load_tile  # noqa: E402
@@ -40,7 +42,6 @@ from tilegym_rmsnorm.backends.cutile.plans.partition import Team  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward  # noqa: E402
 
 skip_without_disassembler()
 
@@ -196,8 +197,8 @@ def test_no_kernel_touches_memory_before_the_launch_before_has_ended(tmp_path):
             run(machine, op, n, choice)
             checked |= names_that_wait(tmp_path, (architecture, op, n, choice))
         call = make(RopeCase(BF16, length=64, heads=(32, 8), n=128, rotary_dim=128, layout="packed"), "meta")
-        bind_forward(call.spec, call.tensors, machine)(call.tensors)
-        bind_backward(call.spec, call.backward_tensors, call.wanted, machine)(call.backward_tensors)
+        bind(rope.FORWARD, machine, call.spec, call.tensors)(call.tensors)
+        bind(rope.BACKWARD, machine, call.spec, call.backward_tensors, call.wanted)(call.backward_tensors)
         checked |= names_that_wait(tmp_path, (architecture, call.spec))
     assert checked == {
         name for name, kernel in KERNELS.items() if "DEPENDENT" in inspect.signature(kernel).parameters

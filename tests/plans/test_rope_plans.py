@@ -14,7 +14,7 @@ from tilegym_rmsnorm.backends.cutile.plans.rope import (
     WIDEST_ROTATED_HEAD,
     BackwardRope,
     ForwardRope,
-    constants_of,
+    RopePlan,
     cut,
     is_taken,
     tiles_of,
@@ -51,7 +51,7 @@ def test_tiles_hold_every_head(architecture):
                     assert width * (count - 1) < columns or count == columns == 0
                 assert variant.of_k.rows_of_tile <= variant.rows_of_tile
                 assert not has_one_step or variant.rows == variant.k_rows == 1
-                constants = constants_of(asked, variant)
+                constants = RopePlan(asked, variant).constants(variant)
                 assert constants["HALF"] % constants["DIVISOR"] == behind % constants["DIVISOR"] == 0
 
 

@@ -203,20 +203,21 @@ def test_the_interpreter_has_no_tables(folders, monkeypatch):
 
 @pytest.mark.usefixtures("fresh_plans")
 def test_launch_asks_for_the_size_class_and_keeps_one_plan_for_all_its_batch_sizes(folders, monkeypatch):
-    from tilegym_rmsnorm.backends.cutile import launch, lookup
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host import norm
     from tilegym_rmsnorm.backends.cutile.plans import sizes
 
     monkeypatch.setattr(InterpretedMachine, "facts", InterpretedMachine.facts._replace(target=TARGET))
     monkeypatch.setattr(sizes, "FEW_ROWS", 5)
     monkeypatch.setattr(sizes, "SMALL", 10 * 64)
-    asked, plan_for = [], lookup.plan_for
+    asked, plan_for = [], norm.plan_for
 
     def spied(problem):
         plan = plan_for(problem)
         asked.append((problem.op, problem.n, problem.size, plan.first))
         return plan
 
-    monkeypatch.setattr(lookup, "plan_for", spied)
+    monkeypatch.setattr(norm, "plan_for", spied)
     tuned = variants.ForwardTiles(width=64, warps=4, occupancy=1, latency=9, rows=2)
     tables.update(folders[0], TARGET, [entry_of(Bucket("forward", 64, "float32", "large"), tuned)])
     spec, weight, ones = Spec(64, 1e-6, 0.0, "once"), torch.ones(64), torch.ones(12)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import BF16, FP32
 
-from tilegym_rmsnorm.backends.cutile.forms import form_of
+from tilegym_rmsnorm.backends.cutile.host.norm import form_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form
 from tilegym_rmsnorm.backends.cutile.plans.rules import heads_of_form
 from tilegym_rmsnorm.backends.cutile.plans.select import select

@@ -14,10 +14,10 @@ import torch
 from compiling import CompilingMachine
 
 from tilegym_rmsnorm.backends import cutile, registry
-from tilegym_rmsnorm.backends.cutile import lookup, rope, warm_rope
-from tilegym_rmsnorm.backends.cutile import warm as warming
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.host import warm as warming
+from tilegym_rmsnorm.backends.cutile.host.warm import Calls
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
-from tilegym_rmsnorm.backends.cutile.warm import Calls
 
 META = torch.device("meta")
 
@@ -58,9 +58,7 @@ def _finer_than_a_signature(argument):
 @contextlib.contextmanager
 def running_on(machine: CountingMachine) -> Iterator[None]:
     """Calls of tensors of device "meta" run there."""
-    modules = lookup, rope, warm_rope
-    real = lookup.machine_of
-    lookup._launcher.cache_clear()
+    modules, real = (launch, warming), launch.machine_of
     for module in modules:
         module.machine_of = lambda device: machine
     try:
@@ -68,17 +66,15 @@ def running_on(machine: CountingMachine) -> Iterator[None]:
     finally:
         for module in modules:
             module.machine_of = real
-        lookup._launcher.cache_clear()
 
 
 @contextlib.contextmanager
 def counted_calls(monkeypatch: pytest.MonkeyPatch, sm_count: int = 132) -> Iterator[CountingMachine]:
     """Calls of tensors of device "meta", and `warmup` and `warmup_rope`, run on a machine that counts."""
-    warm, warm_calls_of_rope = warming.warm, warm_rope.warm_rope
+    warm = warming.warm
     monkeypatch.setattr(cutile, "unusable", lambda request: None)
     monkeypatch.setattr(registry, "_chosen", {})
     monkeypatch.setattr(warming, "warm", lambda device, calls: warm(META, calls))
-    monkeypatch.setattr(warm_rope, "warm_rope", lambda device, calls: warm_calls_of_rope(META, calls))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     machine = CountingMachine(sm_count)
     with running_on(machine):

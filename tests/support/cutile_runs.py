@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: MIT
 """Forwards and backwards of the cutile backend in the interpreter, on a machine that shuffles each launch's blocks."""
 
+import functools
+
 import plain_calls
 import planning
 import torch
 from helpers import Inputs
 
-from tilegym_rmsnorm.backends.cutile import interpreter
+from tilegym_rmsnorm.backends.cutile import interpreter, launch
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import Policy
@@ -77,3 +79,8 @@ class ShuffledMachine(InterpretedMachine):
             interpreter.launch(function, grid, arguments + constants, order=order, dependent=True)
 
         return run
+
+
+def set_launcher(monkeypatch, name, kind):
+    """Have `launch.Forward` or `launch.Backward` make launchers of this class."""
+    monkeypatch.setattr(launch, name, functools.partial(kind, *getattr(launch, name).args))

@@ -20,6 +20,8 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardTiles, ForwardTiles
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from cutile_runs import set_launcher  # noqa: E402
+
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tuning import calls, search  # noqa: E402
 
@@ -140,15 +142,14 @@ def other_bits():
 )
 def test_a_fast_variant_that_is_wrong_is_rejected(finder, monkeypatch, bucket, spoil, reason):
     name = "Forward" if bucket is FORWARD else "Backward"
-    right = getattr(launch, name)
     wrong = tiles_of(bucket)[2]
 
-    class Spoiled(right):
+    class Spoiled(launch.Launcher):
         def __call__(self, *arguments):
             results = super().__call__(*arguments)
             return spoil(results) if self.plan.first == wrong else results
 
-    monkeypatch.setattr(launch, name, Spoiled)
+    set_launcher(monkeypatch, name, Spoiled)
     real = finder.times_at
 
     def times_at(m, bucket, variants, seconds):
@@ -183,12 +184,12 @@ def test_every_set_has_a_weight_and_rstd_of_its_own(finder, monkeypatch):
 def test_variants_are_timed_and_checked_beside_the_weight_of_their_bucket(finder, monkeypatch, weight):
     bucket, met = Bucket("forward", 64, "bfloat16", "small", weight), set()
 
-    class Spied(launch.Forward):
+    class Spied(launch.Launcher):
         def __call__(self, spec, tensors):
             met.add(tensors[1].dtype)
             return super().__call__(spec, tensors)
 
-    monkeypatch.setattr(launch, "Forward", Spied)
+    set_launcher(monkeypatch, "Forward", Spied)
     finder.times_at(48, bucket, TILES[:1], 0.0)
     assert met == {torch.bfloat16 if weight == problem.SAME else torch.float32}
     met.clear()
@@ -201,7 +202,7 @@ def test_every_m_and_an_odd_one_are_checked(finder, monkeypatch, is_odd):
     """A kernel is compiled apart for multiples of 16; each may be the wrong one."""
     smallest = min(search.rows_of(BACKWARD)) if not is_odd else max(search.rows_of(BACKWARD)) - 3
 
-    class WrongThere(launch.Backward):
+    class WrongThere(launch.Launcher):
         def __call__(self, spec, tensors, wanted):
             dx, d_residual, dw, db = super().__call__(spec, tensors, wanted)
             if tensors[0].shape[0] == smallest:
@@ -209,14 +210,14 @@ def test_every_m_and_an_odd_one_are_checked(finder, monkeypatch, is_odd):
             return dx, d_residual, dw, db
 
     assert finder.why_wrong(BACKWARD, BACKWARD_TILES[0]) is None
-    monkeypatch.setattr(launch, "Backward", WrongThere)
+    set_launcher(monkeypatch, "Backward", WrongThere)
     assert finder.why_wrong(BACKWARD, BACKWARD_TILES[0]).startswith(
         f"{smallest} x 64: dw has a relative error"
     )
 
 
 def test_what_a_kernel_fails_to_write_is_seen(finder, monkeypatch):
-    class Lazy(launch.Forward):
+    class Lazy(launch.Launcher):
         def __call__(self, spec, tensors):
             y, *others = super().__call__(spec, tensors)
             if self.plan.first == TILES[0]:
@@ -225,7 +226,7 @@ def test_what_a_kernel_fails_to_write_is_seen(finder, monkeypatch):
                 return fresh, *others
             return y, *others
 
-    monkeypatch.setattr(launch, "Forward", Lazy)
+    set_launcher(monkeypatch, "Forward", Lazy)
     assert "relative error of nan" in finder.why_wrong(FORWARD, TILES[0])
     assert finder.why_wrong(FORWARD, TILES[1]) is None
 
@@ -233,26 +234,26 @@ def test_what_a_kernel_fails_to_write_is_seen(finder, monkeypatch):
 def test_calls_that_follow_one_another_are_checked_too(finder, monkeypatch):
     """Filling memory with NaN keeps a call's first kernel from starting while the call before still runs."""
 
-    class Racing(launch.Backward):
+    class Racing(launch.Launcher):
         def __call__(self, spec, tensors, wanted):
             dx, d_residual, dw, db = super().__call__(spec, tensors, wanted)
             if not isinstance(self.machine, search.Poisoned) and tensors[0].shape[0] % 2:
                 dw[-1] += 1
             return dx, d_residual, dw, db
 
-    monkeypatch.setattr(launch, "Backward", Racing)
+    set_launcher(monkeypatch, "Backward", Racing)
     assert finder.why_wrong(BACKWARD, BACKWARD_TILES[0]).endswith(
         "calls that follow one another has other bits"
     )
 
 
 def test_a_variant_whose_launch_raises_is_left_out(finder, monkeypatch):
-    class Failing(launch.Forward):
-        def __init__(self, machine, plan):
+    class Failing(launch.Launcher):
+        def __init__(self, description, machine, plan):
             if plan.first == TILES[1]:
                 raise RuntimeError("no room in shared memory")
-            super().__init__(machine, plan)
+            super().__init__(description, machine, plan)
 
-    monkeypatch.setattr(launch, "Forward", Failing)
+    set_launcher(monkeypatch, "Forward", Failing)
     assert finder.tune(FORWARD, TILES).variant(64) != TILES[1]
     assert "does not run" in finder.lines[0] and "no room in shared memory" in finder.lines[0]

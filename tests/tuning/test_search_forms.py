@@ -31,7 +31,10 @@ from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from cutile_runs import set_launcher  # noqa: E402
+
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.launcher import find  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tuning import calls  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import (  # noqa: E402
     by_rules,
@@ -209,7 +212,6 @@ def test_what_is_timed_moves_so_many_rows(finder, op, form):
 def test_what_runs_is_what_users_calls_of_the_form_run(finder, monkeypatch, op, form):
     """Timed or checked, a call is one for which the launch code would look for an entry of its bucket."""
     bucket, met, device = bucket_of(op, form), [], torch.device("cpu")
-    launcher_of = launch.forward_launcher if op == "forward" else launch.backward_launcher
     run = calls.runner(finder.machine, bucket, tiles_of(op)[0])
     [launcher] = run.args
     bind = launcher.bind
@@ -219,7 +221,7 @@ def test_what_runs_is_what_users_calls_of_the_form_run(finder, monkeypatch, op, 
         *(calls.checked_inputs(16, bucket, device, seed) for seed in (0, 1)),
     ):
         run(inputs)
-        problem = launcher_of(*met[-1]).plan.problem
+        problem = find(launcher.description, finder.machine, *met[-1]).plan.problem
         assert problem.form == form_named(form) and problem.op == op
         assert problem.bucket._replace(weight=bucket.weight) == bucket._replace(size=problem.size)
     assert len(met) == 3
@@ -232,24 +234,24 @@ def test_a_residual_that_is_left_out_is_refused(finder, monkeypatch, op, form):
     """A kernel that takes no residual would do so."""
     name = "Forward" if op == "forward" else "Backward"
 
-    class Forgetful(getattr(launch, name)):
+    class Forgetful(launch.Launcher):
         def __call__(self, spec, tensors, *wanted):
             *others, last = tensors  # residual, or d_residual_out
             return super().__call__(spec, (*others, torch.zeros_like(last)), *wanted)
 
-    monkeypatch.setattr(launch, name, Forgetful)
+    set_launcher(monkeypatch, name, Forgetful)
     reason = finder.why_wrong(bucket_of(op, form), tiles_of(op)[0])
     assert "residual_out has other bits" in reason if op == "forward" else "dx has a relative error" in reason
 
 
 def test_an_alpha_that_is_left_out_is_refused(finder, monkeypatch):
-    class Forgetful(launch.Backward):
+    class Forgetful(launch.Launcher):
         def __call__(self, spec, tensors, wanted):
             return super().__call__(spec._replace(alpha=1.0), tensors, wanted)
 
     bucket = bucket_of("backward", D_RESIDUAL)
     assert finder.why_wrong(bucket, BACKWARD_TILES[0]) is None
-    monkeypatch.setattr(launch, "Backward", Forgetful)
+    set_launcher(monkeypatch, "Backward", Forgetful)
     assert "dx has a relative error" in finder.why_wrong(bucket, BACKWARD_TILES[0])
 
 

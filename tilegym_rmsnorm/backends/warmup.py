@@ -84,7 +84,7 @@ def warmup(
     more = bias, residual, residual_dtype, out_dtype
     for n, dtype, weight_dtype in requests:
         _check_usable("warmup", device, casting, n, dtype, weight_dtype, *more)
-    from tilegym_rmsnorm.backends.cutile.warm import Calls, warm
+    from tilegym_rmsnorm.backends.cutile.host.warm import Calls, warm
 
     device = _numbered(device)
     for n, dtype, weight_dtype in requests:
@@ -163,10 +163,10 @@ def warmup_rope(
     is_per_head = checked_bool("per_head", per_head)
     device = _cuda_device(device)
     _check_usable("warmup_rope", device, casting, n, dtype, weight_dtype, table_dtype)
-    from tilegym_rmsnorm.backends.cutile.warm_rope import RopeCalls, warm_rope
+    from tilegym_rmsnorm.backends.cutile.host.warm import RopeCalls, warm
 
     device, of_weight = _numbered(device), (weight_dtype, count, k_count, is_per_head)
-    warm_rope(device, RopeCalls(spec, dtype, *of_weight, table_dtype, columns, rows, position_dtype))
+    warm(device, RopeCalls(spec, dtype, *of_weight, table_dtype, columns, rows, position_dtype))
     torch.cuda.synchronize(device)
 
 

@@ -106,7 +106,7 @@ def rms_norm_backward_workspace_bytes(
         ValueError: M or N is out of range, or device is of another kind.
         TypeError: M or N is not an int, or no kernel takes the dtype.
     """
-    from tilegym_rmsnorm.backends.cutile.lookup import NAMES, backward_plan
+    from tilegym_rmsnorm.backends.cutile.host.norm import NAMES, backward_plan
 
     M, N = checked_int("M", M, 0), checked_int("N", N, 1)
     if not isinstance(dtype, torch.dtype) or dtype not in NAMES:

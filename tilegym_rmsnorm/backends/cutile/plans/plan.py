@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ class Plan:
             constants["DIVISOR"] = 1
         return constants
 
-    @property
+    @functools.cached_property
     def most_rows(self) -> int:
         """Rows that one launch of each step takes."""
         if self.has_own_partials:

@@ -285,15 +285,26 @@ def cut(columns: int, widest: int) -> tuple[int, int]:
     return min((each for each in counts if each[1] <= MOST_TILES), key=lambda each: each[0] * each[1])
 
 
-def constants_of(problem: RopeProblem, variant: RopeTiles) -> dict[str, Any]:
-    """Return compile-time arguments the kernel may take, by name."""
-    return variant.constants(problem.n) | {
-        "HALF": problem.rotary_dim // 2,
-        "INTERLEAVED": problem.interleaved,
-        "FULL_TABLES": problem.has_full_tables,
-        "ROUND_XHAT": problem.casting == "llama",
-        "ROUND_N": problem.rounding != "end",
-        "ROUND_EACH": problem.rounding == "each",
-        "DIVISOR": problem.divisor,
-        "DEPENDENT": problem.architecture >= 90,
-    }
+class RopePlan(NamedTuple):
+    """The one kernel of a forward, or of a backward before the sums of its partial rows."""
+
+    problem: RopeProblem
+    first: RopeTiles
+
+    @property
+    def steps(self) -> tuple[Variant, ...]:
+        return (self.first,)
+
+    def constants(self, step: Variant) -> dict[str, Any]:
+        """Return compile-time arguments the kernel may take, by name."""
+        problem = self.problem
+        return step.constants(problem.n) | {
+            "HALF": problem.rotary_dim // 2,
+            "INTERLEAVED": problem.interleaved,
+            "FULL_TABLES": problem.has_full_tables,
+            "ROUND_XHAT": problem.casting == "llama",
+            "ROUND_N": problem.rounding != "end",
+            "ROUND_EACH": problem.rounding == "each",
+            "DIVISOR": problem.divisor,
+            "DEPENDENT": problem.architecture >= 90,
+        }

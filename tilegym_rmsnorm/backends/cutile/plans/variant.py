@@ -50,7 +50,7 @@ class Variant:
     # more for dw, nor of teams by TMA, some of which take more than 200 bytes of stack without dw (their entries of dx
     # may be such)
     serves_dx_alone: ClassVar[bool] = False
-    # whether rows must lie behind each other: others are copied (launcher.py)
+    # whether rows must lie behind each other: others are copied (host/norm.py)
     reads_packed: ClassVar[bool] = False
     # what of a Form its kernel takes: "residual", "bias", "heads", "per_head"
     takes: ClassVar[frozenset[str]] = frozenset()
@@ -110,7 +110,7 @@ class Variant:
 
     @property
     def uses_tma(self) -> bool:
-        """Whether arrays are loaded by TMA, for which rows must begin where packed ones do (launcher.py)."""
+        """Whether arrays are loaded by TMA, for which rows must begin where packed ones do (host/norm.py)."""
         return self.tma
 
     def constants(self, n: int) -> dict[str, Any]:

@@ -97,15 +97,15 @@ def runner(machine: Machine, bucket: Bucket, variant: Variant) -> Run:
     return functools.partial(_backward, launch.Backward(machine, plan))
 
 
-def _forward(run: launch.Forward, inputs: Inputs) -> Outputs:
+def _forward(run: launch.Launcher, inputs: Inputs) -> Outputs:
     x, _, weight, _, residual, bias, alpha = inputs
     residual_dtype = None if residual is None else x.dtype
-    spec = Spec(run.n, EPS, 0.0, "once", alpha, x.dtype, residual_dtype)
+    spec = Spec(run.plan.problem.n, EPS, 0.0, "once", alpha, x.dtype, residual_dtype)
     y, rstd, residual_out = run(spec, (x, weight, bias, residual))
     return _present(y=y, rstd=rstd, residual_out=residual_out)
 
 
-def _backward(run: launch.Backward, inputs: Inputs) -> Outputs:
+def _backward(run: launch.Launcher, inputs: Inputs) -> Outputs:
     x, dy, weight, rstd, d_residual_out, bias, alpha = inputs
     has_dw = run.plan.problem.op == "backward"
     wanted = Wanted(
@@ -114,7 +114,7 @@ def _backward(run: launch.Backward, inputs: Inputs) -> Outputs:
         weight.dtype if has_dw else None,
         bias.dtype if has_dw and bias is not None else None,
     )
-    spec = Spec(run.n, EPS, 0.0, "once", alpha)
+    spec = Spec(run.plan.problem.n, EPS, 0.0, "once", alpha)
     dx, d_residual, dw, db = run(spec, (x, dy, weight, rstd, d_residual_out), wanted)
     return _present(dx=dx, d_residual=d_residual, dw=dw, db=db)
 

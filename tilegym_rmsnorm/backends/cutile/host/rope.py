@@ -1,0 +1,190 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Describe the kernels of `qk_norm_rope` to the host (launcher.py): one launch for q and k, and behind a backward with
+gradients of weights one that sums these (two, where the weights of q and k have not as many elements).
+
+No kernel takes some calls: for their heads (`is_taken`), or for extents, strides or tiles that kernels do not count in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.backends.cutile.host.launcher import (
+    LARGEST_STRIDE,
+    Description,
+    Launcher,
+    begins_as_packed,
+    bind_empty,
+    bind_sum,
+    bound,
+    fits_kernels,
+    lead_of,
+    logger,
+    sms_of,
+)
+from tilegym_rmsnorm.backends.cutile.plans.rope import (
+    BackwardRope,
+    ForwardRope,
+    RopePlan,
+    RopeProblem,
+    RopeTiles,
+    is_taken,
+    tile_of_heads,
+    tiles_of,
+)
+from tilegym_rmsnorm.backends.cutile.plans.rules import sum_of
+from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine
+from tilegym_rmsnorm.ops.rope.spec import (
+    RopeBackwardTensors,
+    RopeGradients,
+    RopeOutputs,
+    RopeSpec,
+    RopeTensors,
+    RopeWanted,
+)
+
+
+def problem_of(machine: Machine, spec: RopeSpec, tensors: Any, *_: RopeWanted) -> RopeProblem | None:
+    """Return the problem of a forward or a backward; None where no kernel takes it."""
+    *dys, q, k, q_weight, k_weight, cos, sin, positions = tensors
+    rows = [each for each in (q, k, *dys) if each is not None]
+    arrays = (*rows, cos, sin)
+    if max(cos.shape) > LARGEST_STRIDE or not all(map(fits_kernels, arrays)):
+        return None
+    heads = tile_of_heads(spec.n, q.shape[2])
+    problem = RopeProblem(
+        n=spec.n,
+        rotary_dim=spec.rotary_dim,
+        interleaved=spec.interleaved,
+        heads=heads,
+        k_heads=heads if k is None else tile_of_heads(spec.n, k.shape[2]),
+        itemsize=max(each.itemsize for each in rows),
+        is_scattered=not all(map(begins_as_packed, arrays)),
+        has_one_step=q.shape[1] == 1,
+        has_full_tables=cos.shape[1] == spec.rotary_dim,
+        has_positions=positions is not None,
+        per_head=_is_per_head(q_weight) or _is_per_head(k_weight),
+        casting=spec.casting,
+        rounding=spec.rope_rounding,
+        architecture=machine.facts.architecture,
+    )
+    return problem if is_taken(problem) else None
+
+
+def _plan_of(kind: type[RopeTiles], _: Machine, problem: RopeProblem) -> RopePlan:
+    plan = RopePlan(problem, tiles_of(kind, problem))
+    logger.debug("qk_norm_rope of %d columns: %s, reasoned (plans/rope.py)", problem.n, plan.first)
+    return plan
+
+
+def _walks_of(run: Launcher, tensors: RopeTensors) -> tuple[tuple[int, int], ...] | None:
+    """`RopeTiles.walks_of` for q, k and their weights."""
+    q, k, *weights = tensors[:4]
+    leads = lead_of(q), None if k is None else lead_of(k)
+    return run.plan.first.walks_of(leads, sms_of(run.machine), [_is_per_head(each) for each in weights])
+
+
+def _bind_forward(
+    run: Launcher, spec: RopeSpec, tensors: RopeTensors
+) -> Callable[[RopeTensors], RopeOutputs] | None:
+    q, k, _, _, cos, _, _ = tensors
+    walks = _walks_of(run, tensors)
+    if walks is None:
+        return None
+    (q_blocks, _), (k_blocks, _) = walks
+    [(launch, _)], grid = run.kernels, (q_blocks + k_blocks,)
+    empty_q, empty_k = bind_empty(run.machine, q), bind_empty(run.machine, k)
+    numbers = _rows_of_batch(q, cos), 1.0 / spec.n, spec.eps, spec.offset
+
+    def run_forward(tensors: RopeTensors) -> RopeOutputs:
+        q, k, q_weight, k_weight, cos, sin, positions = tensors
+        q_out, k_out = empty_q(), empty_k()
+        # as _present, in half its time
+        of_q = (q_out, q) if q_weight is None else (q_out, q, q_weight)
+        of_k = () if k is None else (k_out, k) if k_weight is None else (k_out, k, k_weight)
+        launch(grid, (of_q, of_k, q_blocks, cos, sin, () if positions is None else (positions,), *numbers))
+        return q_out, k_out
+
+    return run_forward
+
+
+def _bind_backward(
+    run: Launcher, spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted
+) -> Callable[[RopeBackwardTensors], RopeGradients] | None:
+    q, k, q_weight, k_weight, cos, _, _ = tensors[2:]
+    walks = _walks_of(run, tensors[2:])
+    if walks is None:
+        return None
+    (q_blocks, q_rows), (k_blocks, k_rows) = walks
+    [(launch, _)], grid = run.kernels, (q_blocks + k_blocks,)
+    empty_q, empty_k = bind_empty(run.machine, q), bind_empty(run.machine, k)
+    empty_q_sum = _bind_sum(run, q_rows, q_weight, wanted.dq_weight)
+    empty_k_sum = _bind_sum(run, k_rows, k_weight, wanted.dk_weight)
+    sums = (q_weight, wanted.dq_weight), (k_weight, wanted.dk_weight)
+    columns = [weight.numel() for weight, dtype in sums if weight is not None and dtype is not None]
+    launches = [_sum_of(run, each) for each in columns]
+    is_joint = len(columns) == 2 and columns[0] == columns[1]
+    numbers = _rows_of_batch(q, cos), 1.0 / spec.n, spec.eps, spec.offset
+
+    def run_backward(tensors: RopeBackwardTensors) -> RopeGradients:
+        dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions = tensors
+        dq, dk = empty_q(), empty_k()
+        (dq_weight, q_partial), (dk_weight, k_partial) = made = empty_q_sum(), empty_k_sum()
+        of_q = _present(dq, dq_out, q, q_weight, q_partial)
+        of_k = _present(dk, dk_out, k, k_weight, k_partial)
+        launch(grid, (of_q, of_k, q_blocks, cos, sin, _present(positions), *numbers))
+        flat = [(total.view(-1), partial.flatten(1)) for total, partial in made if total is not None]
+        if is_joint:
+            (blocks, launch_sum), _ = launches
+            launch_sum((blocks, 2), (*flat[0], flat[1]))
+        else:
+            for (blocks, launch_sum), arrays in zip(launches, flat, strict=True):
+                launch_sum((blocks,), (*arrays, ()))
+        return dq, dk, dq_weight, dk_weight
+
+    return run_backward
+
+
+NAMES = ("q", "k", "q_blocks", "cos", "sin", "positions", "rows_of_batch", "inv_n", "eps", "offset")
+FORWARD = Description(NAMES, problem_of, functools.partial(_plan_of, ForwardRope), _bind_forward)
+BACKWARD = Description(NAMES, problem_of, functools.partial(_plan_of, BackwardRope), _bind_backward)
+
+
+@functools.cache
+def _sum_of(run: Launcher, columns: int) -> tuple[int, Launch]:
+    """Return the blocks that sum so many columns of the partial rows that a backward leaves, and their launch."""
+    architecture = run.machine.facts.architecture
+    step = sum_of(run.plan.first, columns, architecture)
+    constants = step.constants(columns) | {"DEPENDENT": architecture >= 90}
+    launch, _ = bound(run.machine, step, constants, ("dw", "dw_partial", "db"))
+    return step.grid(0, columns, 0, 0)[0], launch
+
+
+def _bind_sum(
+    run: Launcher, p: int, weight: Tensor | None, dtype: torch.dtype | None
+) -> Callable[[], tuple[Any, Any]]:
+    """Return a function that allocates the gradient of a weight and its P partial rows, None of one not wanted."""
+    if weight is None or dtype is None:
+        return lambda: (None, None)
+    return bind_sum(run.machine, tuple(weight.shape), dtype, p)
+
+
+def _is_per_head(weight: Tensor | None) -> bool:
+    return weight is not None and weight.ndim == 2
+
+
+def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple([each for each in tensors if each is not None])
+
+
+def _rows_of_batch(q: Tensor, table: Tensor) -> int:
+    """Return how many rows of a table each batch has of its own: T, or 0 where all have the same."""
+    length = q.shape[1]
+    return 0 if table.shape[0] == length else length
