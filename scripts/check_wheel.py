@@ -31,7 +31,7 @@ USE = """
 import sys
 import torch
 import tilegym_rmsnorm
-from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
+from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 
 assert tilegym_rmsnorm.__file__.startswith(sys.prefix), f"imported from {tilegym_rmsnorm.__file__}"
 x = torch.tensor([[3.0, 4.0], [0.0, 2.0]])

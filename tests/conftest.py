@@ -27,8 +27,7 @@ from processes import mesh_of_one
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import around_kernels
-from tilegym_rmsnorm.backends.cutile.plans import tables
-from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.backends.cutile.runtime import tables, toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 from tilegym_rmsnorm.ops.norm import checks as norm_checks
 from tilegym_rmsnorm.routes import known_calls

@@ -17,8 +17,7 @@ from table_cases import BUCKET, ENTRY, TARGET, VARIANT, entry_of, ship
 
 from tilegym_rmsnorm import __main__, functional, settings
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.backends.cutile.plans import tables
-from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.backends.cutile.runtime import tables, toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 from tilegym_rmsnorm.backends.registry import Unusable
 from tilegym_rmsnorm.commands import doctor, installation

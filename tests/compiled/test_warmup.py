@@ -26,7 +26,7 @@ from table_cases import TARGET, entry_of  # noqa: E402
 from tilegym_rmsnorm.backends import cutile  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.host.warm import kind_of, rows_to_warm  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward, Launcher, plan_for  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import tables, variants  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy, Problem  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
     FEW_ROWS,
@@ -35,6 +35,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
     rows_of_class,
     size_class,
 )
+from tilegym_rmsnorm.backends.cutile.runtime import tables  # noqa: E402
 
 WIDTHS = (1, 64, 1000, 1024, 2880, 4096, 5000, 16384, 18432, 40000, 65536)
 

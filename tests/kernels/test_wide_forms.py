@@ -24,13 +24,13 @@ from cutile_runs import ShuffledMachine  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.host.norm import form_of  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import tables  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variants as plans  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.partition import Team  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import is_fused  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.select import choose  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.runtime import tables  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine, machine_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

@@ -24,7 +24,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
 from tilegym_rmsnorm.backends.cutile.plans.rules import is_fused
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
-from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_records, tables_of
+from tilegym_rmsnorm.backends.cutile.runtime.tables import shipped_records, tables_of
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 

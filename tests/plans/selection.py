@@ -29,7 +29,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN, WEIGHTS, Form, 
 from tilegym_rmsnorm.backends.cutile.plans.rules import is_fused
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
-from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
+from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 
 WIDEST = 140_000
 NARROW = 4096  # up to which every width is asked for

@@ -10,7 +10,7 @@ import planning
 import pytest
 from table_cases import BUCKET, ENTRY, GPU, TARGET, VARIANT, choice, chosen, entry_of, rule, ship
 
-from tilegym_rmsnorm.backends.cutile.plans import records, select, tables, variants
+from tilegym_rmsnorm.backends.cutile.plans import records, select, variants
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     BIAS,
     D_RESIDUAL,
@@ -25,6 +25,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     form_named,
 )
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 
 OTHERS = tuple(form for form in FORMS if form != PLAIN_ROWS)

@@ -14,7 +14,7 @@ import pytest
 from planning import H100, H200, device, plan, problem, rules_of
 
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
-from tilegym_rmsnorm.backends.cutile.plans import partition, sizes, tables, variant, variants
+from tilegym_rmsnorm.backends.cutile.plans import partition, sizes, variant, variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Team, Unaligned
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
@@ -55,6 +55,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (
     ForwardUnalignedTeam,
     SumPartials,
 )
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 
 NUMBERS = {"warps": 8, "occupancy": 2, "latency": 4}
 UNALIGNED = (ForwardUnaligned, BackwardUnaligned)

@@ -25,8 +25,8 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
 from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS as FORMS_OF_RECORDS
 from tilegym_rmsnorm.backends.cutile.plans.records import Records, parse
 from tilegym_rmsnorm.backends.cutile.plans.select import Tables, select
-from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardTiles
+from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 
 pytest.importorskip("cuda.tile")
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.plans.partition import Team
 from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.records import Record, Records, parse, render
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL, BackwardRows, ForwardRows
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 
 NUMBERS = {"warps": 8, "occupancy": 1, "latency": 4}
 RULE = {

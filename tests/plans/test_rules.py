@@ -11,12 +11,13 @@ import itertools
 import pytest
 from planning import by_rules, problem, rules_of
 
-from tilegym_rmsnorm.backends.cutile.plans import tables, variants
+from tilegym_rmsnorm.backends.cutile.plans import variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import Registers, Split, Team, Unaligned, two_tiles
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, means, sum_of
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID, SIZES, rows_of_class, size_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 
 SM_COUNTS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 188}
 WIDTHS = sorted(

@@ -13,13 +13,13 @@ import torch
 from planning import by_rules, device, problem, rules_of
 from table_cases import BUCKET, ENTRY, GPU, TARGET, VARIANT, choice, chosen, entry_of, rule, ship
 
-from tilegym_rmsnorm.backends.cutile.plans import records, select, tables, variants
+from tilegym_rmsnorm.backends.cutile.plans import records, select, variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, OPS, WEIGHTS, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
-from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.backends.cutile.runtime import tables, toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates

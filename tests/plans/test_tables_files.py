@@ -23,8 +23,8 @@ from table_cases import (
     write_with_rope,
 )
 
-from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 
 

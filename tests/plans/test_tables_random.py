@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_cases import BUCKET, GPU, TARGET, VARIANT, entry_of, rule
 
-from tilegym_rmsnorm.backends.cutile.plans import problem, rules, tables
+from tilegym_rmsnorm.backends.cutile.plans import problem, rules
 from tilegym_rmsnorm.backends.cutile.plans.partition import Registers
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardTeam
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 
 VALUES = st.one_of(
     st.none(),

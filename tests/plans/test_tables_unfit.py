@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from table_cases import BUCKET, ENTRY, TARGET, VARIANT, chosen, rule
 
-from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 
 
 def stored(**changes) -> str:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from table_cases import TARGET
 
-from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 
 WRITER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, "tests/support")
 from table_cases import BUCKET, TARGET, VARIANT, entry_of
-from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 for n in range(int(sys.argv[2]), 40, 2):
     tables.update(Path(sys.argv[1]), TARGET, [entry_of(BUCKET._replace(n=4000 + n), VARIANT)])
 """

@@ -16,7 +16,7 @@ import torch
 from planning import by_rules
 from table_cases import chosen, rule
 
-from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 from tilegym_rmsnorm.backends.cutile.runtime import user_folder as runtime_folder
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 from tilegym_rmsnorm.commands import installation

@@ -16,9 +16,10 @@ import torch
 
 ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm import settings  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import sizes, tables  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import sizes  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardTiles  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.runtime import tables  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tuning import candidates, search, workers  # noqa: E402
 
 CPU = torch.device("cpu")

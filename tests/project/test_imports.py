@@ -53,7 +53,7 @@ LAYERS = (
 )
 # Packages of the cutile backend that import nothing of it but themselves and these, and of others only these.
 ALONE = {
-    f"{CUTILE}.plans": {"filelock"},
+    f"{CUTILE}.plans": set(),
     f"{CUTILE}.kernels": {"cuda"},
     f"{CUTILE}.interpreter": {"cuda", "torch"},
 }

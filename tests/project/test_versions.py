@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
-from tilegym_rmsnorm.backends.cutile.plans.tables import SHIPPED_FOLDER
+from tilegym_rmsnorm.backends.cutile.runtime.tables import SHIPPED_FOLDER
 from tilegym_rmsnorm.backends.cutile.runtime.toolchain import CUDA_TILE_EXPECTED, OLDEST_DRIVER
 
 ROOT = Path(__file__).resolve().parents[2]

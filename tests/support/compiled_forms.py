@@ -17,7 +17,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     Problem,
 )
 from tilegym_rmsnorm.backends.cutile.plans.select import select
-from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
+from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 FORM = {

@@ -13,8 +13,8 @@ from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import Device, Problem, Target
 from tilegym_rmsnorm.backends.cutile.plans.rope import RopeProblem, tile_of_heads
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice, Tables, choose
-from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 
 H100, H200 = (Target(gpu, 90, "1.7.0", "13.4.92") for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"))
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import planning
 import torch
 
-from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, WEIGHTS, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.select import SHARED, Choice
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 
 
 class Shipped(NamedTuple):

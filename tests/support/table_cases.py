@@ -12,13 +12,14 @@ from typing import Any
 import planning
 import pytest
 
-from tilegym_rmsnorm.backends.cutile.plans import records, select, tables
+from tilegym_rmsnorm.backends.cutile.plans import records, select
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Device, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 
 TARGET = planning.H100

@@ -14,10 +14,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from table_cases import TARGET
 
-from tilegym_rmsnorm.backends.cutile.plans import problem, tables
+from tilegym_rmsnorm.backends.cutile.plans import problem
 from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, Bucket, form_named
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardTiles, ForwardTiles
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from cutile_runs import set_launcher  # noqa: E402

@@ -13,7 +13,7 @@ import torch
 from helpers import Inputs, make_inputs
 from table_cases import TARGET, entry_of
 
-from tilegym_rmsnorm.backends.cutile.plans import rules, tables, variants
+from tilegym_rmsnorm.backends.cutile.plans import rules, variants
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     BIAS,
     D_RESIDUAL,
@@ -29,6 +29,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
 from tilegym_rmsnorm.backends.cutile.plans.records import Records
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from cutile_runs import set_launcher  # noqa: E402

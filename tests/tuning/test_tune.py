@@ -14,9 +14,9 @@ from table_cases import TARGET, choice, entry_of, write_with_rope
 
 from tilegym_rmsnorm import __main__, settings
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, OPS, PLAIN_ROWS, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardTeam, BackwardTiles, ForwardTiles
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")

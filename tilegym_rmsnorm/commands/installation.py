@@ -19,8 +19,7 @@ import torch
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import cutile
-from tilegym_rmsnorm.backends.cutile.plans import tables
-from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.backends.cutile.runtime import tables, toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 
 

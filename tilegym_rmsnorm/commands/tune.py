@@ -34,10 +34,11 @@ import torch
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.backends.cutile.plans import problem, rules, tables
+from tilegym_rmsnorm.backends.cutile.plans import problem, rules
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.runtime import tables
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 from tilegym_rmsnorm.backends.cutile.tuning import candidates
 from tilegym_rmsnorm.commands import installation, options

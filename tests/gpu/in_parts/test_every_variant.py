@@ -70,7 +70,7 @@ PARTS, TABLE_PARTS = 24, 4
 @pytest.fixture
 def rules_alone(tmp_path, monkeypatch, fresh_plans):
     """No entry that ships: it would hide the rules of its width, and has a test of its own."""
-    from tilegym_rmsnorm.backends.cutile.plans import tables
+    from tilegym_rmsnorm.backends.cutile.runtime import tables
 
     copy_rules(tmp_path, FACTS.architecture)
     with monkeypatch.context() as patch:

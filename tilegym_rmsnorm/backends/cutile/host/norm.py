@@ -32,8 +32,8 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN, Form, Policy, P
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW, heads_of_form, is_fused
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
-from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine, machine_of
+from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.ops.norm.reference import sum_of_rows
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted

@@ -25,8 +25,8 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
 )
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
-from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
+from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.tuning.spaces import SWEEPS
 
 MOST = 60  # of a bucket, unless asked for otherwise

@@ -20,8 +20,8 @@ from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.cutile.launch import plan_for
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
-from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_for
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
+from tilegym_rmsnorm.backends.cutile.runtime.tables import shipped_for
 from tilegym_rmsnorm.backends.cutile.tuning import search
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The files that records are in: those that ship beside this module, one per architecture, and the user's, which
+"""The files that records are in: those that ship in plans/, one per architecture, and the user's, which
 `python -m tilegym_rmsnorm tune` writes, one per GPU model and toolkit.
 
 A user's file that says anything unexpected is ignored as a whole, with one warning. Records of the form "rope", which
@@ -23,7 +23,7 @@ from tilegym_rmsnorm.backends.cutile.plans.records import SCHEMA, Record, Record
 from tilegym_rmsnorm.backends.cutile.plans.select import SERVED_BY, Tables, nearest_forms
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
 
-SHIPPED_FOLDER = Path(__file__).parent
+SHIPPED_FOLDER = Path(__file__).parents[1] / "plans"
 
 
 def tables_of(architecture: int, target: Target | None, folder: Path | None) -> Tables:
