@@ -1,13 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Graphs by torch.export and torch.compile(fullgraph=True) of a model with an RMSNorm in it."""
+"""Graphs by torch.export, torch.compile(fullgraph=True) and make_fx: of each op, and of a model with an RMSNorm."""
 
 import by_address
 import pytest
 import torch
 import torch.nn.functional as F
+from every_op import assert_same_bits, of_each_op
 from helpers import BF16, FP32
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Linear, Sequential
 from torch.torch_version import TorchVersion
 
@@ -31,6 +33,50 @@ def make_model(norm):
 def gradients(module):
     module(X).sin().sum().backward()
     return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@of_each_op()
+def test_compiled_in_one_graph_with_the_bits_of_eager_calls(op, kind, dynamic):
+    torch._dynamo.reset()
+    first = op.make(kind)
+    graph = torch.compile(first.public, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for call in (first, op.make(op.longer(kind), seed=1)):
+        assert_same_bits(call.both_passes(graph), call.both_passes())
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.function = call.public
+
+    def forward(self, *tensors):
+        return self.function(*tensors)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@of_each_op()
+def test_exported(op, kind, strict):
+    torch._dynamo.reset()
+    call = op.make(kind)
+    program = torch.export.export(Calling(call), call.tensors, strict=strict)
+    assert op.forward in [node.target for node in program.graph.nodes]
+    assert_same_bits(program.module()(*call.tensors), call.public(*call.tensors))
+
+
+@of_each_op()
+def test_made_by_make_fx(op, kind):
+    """Of both passes."""
+    call, other = op.make(kind), op.make(kind, seed=3)
+
+    def passes(*tensors):
+        leaves = [each.detach().requires_grad_() for each in tensors[: len(call.leaves)]]
+        outputs = call.public(*leaves, *tensors[len(leaves) :])
+        return *outputs, *torch.autograd.grad(outputs, leaves, [each.sin() for each in outputs])
+
+    graph = make_fx(passes)(*call.tensors)
+    assert {op.forward, op.backward} <= {node.target for node in graph.graph.nodes}
+    assert_same_bits(graph(*other.tensors), passes(*other.tensors))
 
 
 @pytest.mark.parametrize("backend", [None, "auto", "torch"])

@@ -12,14 +12,12 @@ import sys
 
 import pytest
 import torch
+from every_op import assert_same_bits, every_kind
 from helpers import DEVICE
 from torch.utils.checkpoint import checkpoint
-from variants import VARIANTS, make, options
 
 from tilegym_rmsnorm import RMSNorm, rms_norm
 from tilegym_rmsnorm.ops.norm.op import FORWARD
-
-NAMES = ("x", "weight", "bias", "residual")
 
 
 def cloned(tensor):
@@ -34,33 +32,25 @@ def made_for_inference(tensor):
         )
 
 
-def gradients(variant, inputs, backend, learned, fixed):
-    """y and the gradients of the tensors whose names are in `learned`; the others are as `fixed` makes them."""
-    tensors = {name: tensor for name, tensor in zip(NAMES, inputs, strict=False) if tensor is not None}
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.detach().requires_grad_() if name in learned else fixed(tensor)
-    x, weight, bias, residual = map(tensors.get, NAMES)
-    given = options(variant, inputs._replace(bias=bias, residual=residual))
-    y = rms_norm(x, variant.n, weight, variant.eps, **given, backend=backend)
-    y = y if residual is None else torch.cat([each.flatten().float() for each in y])
-    y.float().sin().sum().backward()
-    return y, *(tensors[name].grad for name in learned)
+def gradients(call, backend, learned, fixed):
+    """The results and the gradient of the tensor of this name; the others are as `fixed` makes them."""
+    tensors = {name: fixed(each) for name, each in (call.leaves | call.fixed).items()}
+    tensors[learned] = call.leaves[learned].detach().requires_grad_()
+    results = call.public(*tensors.values(), backend=backend)
+    sum(each.float().sin().sum() for each in results).backward()
+    return [*results, tensors[learned].grad]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_gradients_beside_tensors_made_for_inference(name, backend):
+@every_kind
+def test_gradients_beside_tensors_made_for_inference(op, kind, backend):
     """Each tensor is learned alone, twice: by all checks and by what is remembered of them."""
-    if name == "float64" and backend != "torch":
-        pytest.skip("no kernel takes float64")
-    variant = VARIANTS[name]
-    inputs = make(variant)
-    given = [each for each, tensor in zip(NAMES, inputs, strict=False) if tensor is not None]
-    for learned in given if backend in ("torch", "cutile") else given[1:2]:
-        fixed = torch.detach if variant.has_residual else cloned  # the sum is saved in the place of x
-        expected = gradients(variant, inputs, backend, [learned], fixed)
+    call = op.make(kind)
+    # The sum is saved in the place of x.
+    fixed = torch.detach if "residual" in call.leaves else cloned
+    for learned in call.leaves if backend in ("torch", "cutile") else list(call.leaves)[1:2]:
+        expected = gradients(call, backend, learned, fixed)
         for _ in range(2):
-            got = gradients(variant, inputs, backend, [learned], made_for_inference)
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), learned
+            assert_same_bits(gradients(call, backend, learned, made_for_inference), expected)
 
 
 def learn(function, x):

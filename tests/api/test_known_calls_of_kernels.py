@@ -6,13 +6,16 @@ kept, and threads share what is known."""
 
 import contextlib
 import gc
+import itertools
 import threading
 import weakref
 
 import pytest
 import torch
-from helpers import BF16, DEVICE, FP32
+from every_op import assert_same_bits, each_op, note_unknown, of_each_op
+from helpers import BF16, DEVICE
 from known_calls import rows
+from variants import Variant
 
 from tilegym_rmsnorm import RMSNorm, override_aten, rms_norm, use_backend
 from tilegym_rmsnorm.integrations import aten as overrides
@@ -22,90 +25,54 @@ from tilegym_rmsnorm.routes import known_calls
 pytestmark = pytest.mark.usefixtures("known_kernels")
 
 N = 40
-
-
-def form(
-    x=lambda: rows(6, N), weight=(N,), bias=None, residual=None, shape=None, weight_dtype=BF16, **options
-):
-    """Tensors of a call, made anew by each call of the result, and its other arguments."""
-
-    def make():
-        made = {"input": x(), "residual": None if residual is None else residual()}
-        for name, size in (("weight", weight), ("bias", bias)):
-            made[name] = None if size is None else rows(*size, dtype=weight_dtype)
-        return made
-
-    return make, {"normalized_shape": shape or (N,), "eps": 1e-5, "backend": "cutile", **options}
-
-
-FORMS = {
-    "plain": form(),
-    "no weight": form(weight=None),
-    "offset, llama": form(offset=1.0, casting="llama"),
-    "float32 weight": form(weight_dtype=FP32),
-    "three dimensions": form(lambda: rows(2, 3, N)),
-    "one row": form(lambda: rows(N)),
-    "strided rows": form(lambda: rows(6, 2 * N)[:, :N]),
-    "overlapping rows": form(lambda: rows(1, N).expand(6, N)),
-    "columns apart": form(lambda: rows(6, 2 * N)[:, ::2]),
-    "rows that begin between 16 bytes": form(lambda: rows(6 * N + 1)[1:].view(6, N)),
-    "odd rows": form(lambda: rows(5, 37), weight=(37,), shape=37),
-    "several dimensions": form(lambda: rows(3, 5, 8), weight=(5, 8), shape=(5, 8)),
-    "bias": form(bias=(N,)),
-    "y in float32": form(out_dtype=FP32),
-    "residual": form(residual=lambda: rows(6, N)),
-    "residual of other strides": form(lambda: rows(2, 3, N), residual=lambda: rows(3, 2, N).transpose(0, 1)),
-    "residual, alpha, dtypes, bias": form(
-        residual=lambda: rows(6, N, dtype=FP32),
-        residual_alpha=0.5,
-        residual_dtype=FP32,
-        out_dtype=BF16,
-        bias=(N,),
-    ),
-    "weights of heads": form(lambda: rows(2, 3, 4, N), weight=(4, N)),
-    "heads, a slice": form(lambda: rows(2, 3, 9, N)[:, :, 2:6]),
-    "weights of heads, a slice, bias": form(lambda: rows(2, 3, 9, N)[:, :, 2:6], weight=(4, N), bias=(4, N)),
-    "heads, transposed": form(lambda: rows(2, 4, 3, N).transpose(1, 2), weight=(4, N)),
-    "wide residual": form(
-        lambda: rows(2, 16392), residual=lambda: rows(2, 16392), weight=(16392,), shape=16392
-    ),
+PLAIN = Variant(BF16, (6, N), weight_dtype=BF16)
+MORE = {  # layouts of x, of all kinds of calls
+    "rms_norm": {
+        "one row": PLAIN._replace(size=(N,)),
+        "strided rows": PLAIN._replace(layout="gaps"),
+        "overlapping rows": PLAIN._replace(layout="all expanded"),
+        "columns apart": PLAIN._replace(layout="columns"),
+        "rows that begin between 16 bytes": PLAIN._replace(layout="offset"),
+        "odd rows": PLAIN._replace(size=(5, 37)),
+        "residual of other strides": PLAIN._replace(size=(3, 2, N), residual_dtype=BF16, layout="heads"),
+        "wide residual": PLAIN._replace(size=(2, 16392), residual_dtype=BF16),
+    }
 }
 
 
-def run(tensors, options, needs_grad, seed=0):
-    """The results of a call and of its backward."""
-    generator = torch.Generator().manual_seed(seed)
-    leaves = {name: each for name, each in tensors.items() if each is not None}
-    if needs_grad:
-        leaves = {name: each.detach().requires_grad_() for name, each in leaves.items()}
-    results = rms_norm(**{**tensors, **leaves}, **options)
-    results = results if isinstance(results, tuple) else (results,)
-    if not needs_grad:
-        return results
-    gradients = [torch.randn(each.shape, generator=generator).to(DEVICE, each.dtype) for each in results]
-    return *results, *torch.autograd.grad(results, list(leaves.values()), gradients)
-
-
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["no grad", "recorded"])
-@pytest.mark.parametrize("name", FORMS)
-def test_the_bits_of_calls_that_passed_all_checks(name, needs_grad, checks, monkeypatch):
-    make, options = FORMS[name]
-    run(make(), options, needs_grad)
-    checks.clear()
-    tensors, slow, gradients = make(), [], eager.gradients
-    monkeypatch.setattr(eager, "gradients", lambda *given: slow.append(given) or gradients(*given))
+@of_each_op(lambda op: {**op.kinds, **MORE.get(op.name, {})})
+def test_the_bits_of_calls_that_passed_all_checks(op, kind, needs_grad, monkeypatch):
+    call, other = op.make(kind), op.make(kind, seed=1)
+
+    def run(call):
+        return (
+            call.both_passes(backend="cutile") if needs_grad else call.public(*call.tensors, backend="cutile")
+        )
+
+    run(other)
     with contextlib.nullcontext() if needs_grad else torch.no_grad():
-        run(make(), options, needs_grad)  # under another grad mode it was another call
-        checks.clear()
-        slow.clear()
-        known = run(tensors, options, needs_grad)
-    assert not checks and not slow
+        run(other)  # under another grad mode it was another call
+        unknown = note_unknown(op, monkeypatch)
+        known = run(call)
+        results = call.public(*(call.recorded() if needs_grad else call.tensors), backend="cutile")
+    assert not unknown
+    assert all(each._base is None for each in results), "autograd refuses operations in place on such views"
     known_calls.forget()
-    for ours, expected in zip(known, run(tensors, options, needs_grad), strict=True):
-        assert ours.dtype == expected.dtype and ours.stride() == expected.stride()
-        assert torch.equal(ours, expected) and not ours.isnan().any()
-    outputs = known[: 1 + (tensors["residual"] is not None)]
-    assert all(each._base is None for each in outputs), "autograd refuses operations in place on such views"
+    expected = run(call)
+    assert unknown and [each.stride() for each in known] == [each.stride() for each in expected]
+    assert_same_bits(known, expected)
+
+
+def test_several_dimensions_are_known(checks):
+    given = {"normalized_shape": (5, 8), "eps": 1e-5, "backend": "cutile"}
+    for _ in range(2):
+        checks.clear()
+        x, weight = rows(3, 5, 8), rows(5, 8)
+        y = rms_norm(x, weight=weight, **given)
+    assert not checks
+    known_calls.forget()
+    assert torch.equal(rms_norm(x, weight=weight, **given), y)
 
 
 def test_one_gradient_for_both_results(checks, monkeypatch):
@@ -121,39 +88,47 @@ def test_one_gradient_for_both_results(checks, monkeypatch):
     assert all(map(torch.equal, found[0], found[2]))
 
 
-TWICE = {"x and residual": ("input", "residual"), "weight and bias": ("weight", "bias")}
-
-
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["no grad", "recorded"])
-@pytest.mark.parametrize("name", TWICE)
-def test_one_tensor_given_twice_is_known(name, needs_grad, checks, monkeypatch):
+@each_op
+def test_one_tensor_given_twice_is_known(op, needs_grad, monkeypatch):
     """Guards take no tensor twice. A call of two tensors of the same metadata is another call."""
-    first, second = TWICE[name]
-    options = {"normalized_shape": (N,), "eps": 1e-5, "backend": "cutile"}
-    slow, gradients = [], eager.gradients
-    monkeypatch.setattr(eager, "gradients", lambda *given: slow.append(given) or gradients(*given))
+    first = op.make(op.alike)
+    every = list((first.leaves | first.fixed).items())
+    pairs = [
+        (one, other)
+        for (one, x), (other, y) in itertools.combinations(every, 2)
+        if x.shape == y.shape and x.dtype == y.dtype and (one in first.leaves) == (other in first.leaves)
+    ]
+    assert pairs
 
-    def both(is_one):
-        x, weight = rows(6, N), rows(N)
-        given = {"input": x, "weight": weight, second: {"input": x, "weight": weight}[first]}
-        given = {each: tensor.requires_grad_(needs_grad) for each, tensor in given.items()}
-        if not is_one:
-            given[second] = given[second].detach().clone().requires_grad_(needs_grad)
-        results = rms_norm(**given, **options)
-        results = results if isinstance(results, tuple) else (results,)
+    def run(seed, pairs):
+        call = op.make(op.alike, seed=seed)
+        given = {name: each.detach().requires_grad_(needs_grad) for name, each in call.leaves.items()}
+        given |= call.fixed
+        for one, other in pairs:
+            given[other] = given[one]
+        results, found = call.public(*given.values(), backend="cutile"), []
+        leaves = {id(each): each for each in given.values() if each.requires_grad}
         if needs_grad:
-            torch.autograd.grad(results, given[first], [torch.ones_like(each) for each in results])
-        wide = {each: tensor.detach().double() for each, tensor in given.items()}
-        total = wide["input"] + wide.get("residual", 0)
-        y = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * wide["weight"]
-        torch.testing.assert_close(results[0].double(), y + wide.get("bias", 0), rtol=2e-2, atol=5e-2)
+            found = torch.autograd.grad(results, list(leaves.values()), call.dys)
+        wide = {
+            id(each): each.detach().double().requires_grad_(each.requires_grad) for each in given.values()
+        }
+        exact = call.exact(*(wide[id(each)] for each in given.values()))
+        expected = list(exact)
+        if needs_grad:
+            dys = [each.double() for each in call.dys]
+            expected += torch.autograd.grad(exact, [wide[each] for each in leaves], dys)
+        for one, other in zip([*results, *found], expected, strict=True):
+            limit = 1e-5 * other.abs().max().item()
+            torch.testing.assert_close(one.double(), other, rtol=0, atol=limit)
 
-    for is_one in (True, False, True):
-        both(is_one)
-        checks.clear()
-        slow.clear()
-        both(is_one)
-        assert not checks and not slow
+    for twice in (pairs[:1], [], *([each] for each in pairs[1:]), pairs):
+        run(0, twice)
+        with monkeypatch.context() as patch:
+            unknown = note_unknown(op, patch)
+            run(1, twice)
+            assert not unknown
 
 
 def test_the_grad_mode_counts(checks):
@@ -188,18 +163,26 @@ def test_the_override_of_aten(checks):
             assert y.shape == (0, N) and rstd.shape == (0, 1)
 
 
-def test_no_tensor_is_kept(quick_gc):
-    """Nothing bound to the backward of a known call keeps one."""
-    for name in ("residual, alpha, dtypes, bias", "weights of heads, a slice, bias", "overlapping rows"):
-        make, options = FORMS[name]
-        for _ in range(3):
-            tensors = make()
-            results = run(tensors, options, needs_grad=True)
-            references = [weakref.ref(each) for each in (*results, *tensors.values()) if each is not None]
-            del tensors, results
-            gc.collect()
-            assert not [each for each in references if each() is not None]
-    assert passes.KNOWN._kinds
+@of_each_op()
+def test_no_tensor_is_kept(op, kind, quick_gc):
+    """Nothing bound to the backward of a known call keeps one, nor do known calls of ops."""
+    for seed in range(3):
+        call = op.make(kind, seed=seed)
+        given = call.recorded()
+        results = [*call.public(*given, *call.fixed.values(), backend="cutile")]
+        results += torch.autograd.grad(results, given, call.dys)
+        of_forward, of_backward = (
+            call.of_forward(*given, backend="cutile"),
+            call.of_backward(op.wanted(kind)[-1], "cutile"),
+        )
+        with torch.no_grad():
+            results += [*op.forward(*of_forward), *op.backward(*of_backward)]
+        tensors = (*results, *given, *call.tensors, *of_forward, *of_backward)
+        references = [weakref.ref(each) for each in tensors if isinstance(each, torch.Tensor)]
+        del call, given, results, of_forward, of_backward, tensors
+        gc.collect()
+        assert not [each for each in references if each() is not None]
+    assert sum(bool(each._kinds) for each in known_calls._SHARED) >= 3
 
 
 def test_no_more_calls_are_kept_than_fit(monkeypatch):

@@ -3,20 +3,15 @@
 
 """Known calls under autograd, torch.func and torch.compile, and under every way to choose a backend."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import DEVICE, settle_interpreters
 from known_calls import N, W, X, call, make_known
-from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, rms_norm, set_backend, settings, use_backend
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.routes import known_calls
 
 
 def test_gradients_may_be_wanted_later_and_no_longer(checks):
@@ -53,47 +48,6 @@ def test_a_parameter_replaced_in_a_module_by_one_of_another_dtype(checks):
     assert module(X.double()).dtype == torch.float64
 
 
-def test_second_derivatives_of_a_known_call(checks):
-    x = X.double().requires_grad_()
-    weight = W.double().requires_grad_()
-    make_known(checks, input=x, weight=weight)
-    checks.clear()
-
-    def norm(x, weight):
-        return call(input=x, weight=weight)
-
-    assert torch.autograd.gradcheck(norm, (x, weight)) and torch.autograd.gradgradcheck(norm, (x, weight))
-    assert not checks
-
-
-def test_checkpointing_a_known_call(checks):
-    """Selective checkpointing keeps what the reference computes, so nothing may change that in place."""
-    x, weight = torch.randn(2, 3, N, requires_grad=True), W.clone().requires_grad_()
-    make_known(checks, input=x, weight=weight)
-
-    def norm(x):
-        return call(input=x, weight=weight).sin()
-
-    expected = torch.autograd.grad(norm(x).sum(), (x, weight))
-    keep_all = functools.partial(
-        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE
-    )
-    y = checkpoint(norm, x, use_reentrant=False, context_fn=keep_all)
-    assert all(map(torch.equal, torch.autograd.grad(y.sum(), (x, weight)), expected))
-
-
-def test_forward_mode_in_a_known_call(checks):
-    """The tangent was lost, or nothing but an error."""
-    tangent = torch.randn_like(X)
-    _, expected = torch.func.jvp(lambda x: F.rms_norm(x, (N,), W, 1e-6), (X,), (tangent,))
-    for needs_grad in (False, True):
-        make_known(checks, input=X.clone().requires_grad_(needs_grad))
-        with forward_ad.dual_level():
-            x = X.clone().requires_grad_(needs_grad)
-            y = call(input=forward_ad.make_dual(x, tangent))
-            torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, expected)
-
-
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
 def test_a_known_call_is_traced(checks):
     """Its y was a constant of the trace."""
@@ -101,22 +55,6 @@ def test_a_known_call_is_traced(checks):
     traced = torch.jit.trace(lambda x: call(input=x) * 2.0, (X,))
     x = torch.randn(7, N)
     torch.testing.assert_close(traced(x), 2.0 * F.rms_norm(x, (N,), W, 1e-6))
-
-
-@pytest.mark.parametrize("size", [(3, N), (2, 3, N)])
-def test_known_calls_are_transformed_as_others(size, checks):
-    x, weight = torch.randn(4, *size), W.clone().requires_grad_()
-    make_known(checks, weight=weight)
-    for is_known in (True, False):
-        mapped = torch.func.vmap(lambda rows: call(input=rows))(x)
-        assert torch.equal(mapped, call(input=x))
-        mapped = torch.func.vmap(lambda rows: call(input=rows, weight=weight))(x)
-        assert torch.equal(mapped, call(input=x, weight=weight)) and mapped.requires_grad
-        dx = torch.func.grad(lambda rows: call(input=rows).sum())(x)
-        recorded = x.clone().requires_grad_()
-        torch.testing.assert_close(dx, torch.autograd.grad(call(input=recorded).sum(), recorded)[0])
-        if is_known:
-            known_calls.forget()
 
 
 @pytest.mark.parametrize("size", [(3, N), (2, 3, N)])
@@ -212,22 +150,3 @@ def test_autocast_is_another_call(checks):
         y, expected = call(input=x, weight=weight), F.rms_norm(x, (N,), weight, 1e-6)
     assert y.dtype == expected.dtype and len(checks) == 1
     assert call(input=x, weight=weight).dtype == torch.bfloat16 and len(checks) == 1
-
-
-def test_a_function_mode_sees_every_call(checks):
-    """Known calls went past the mode, unlike F.rms_norm."""
-
-    class Seeing(torch.overrides.TorchFunctionMode):
-        seen: list = []
-
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            self.seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    make_known(checks)
-    expected = call()
-    for times in (1, 2, 3):
-        with Seeing():
-            assert torch.equal(call(), expected)
-        assert Seeing.seen.count(rms_norm) == times
-    assert not checks, "below the mode, which is off there, the call is a known one"

@@ -3,22 +3,21 @@
 
 """Known calls of the library ops: they go past PyTorch's dispatcher, but for whoever must see them there."""
 
-import gc
-import weakref
+import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
+from every_op import assert_same_bits, fewest, note_unknown, of_each_op
 from helpers import BF16, DEVICE, FP32
 from known_calls import rows
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from tilegym_rmsnorm import rms_norm
-from tilegym_rmsnorm.ops.norm.op import BACKWARD, FORWARD, KNOWN_BACKWARDS, KNOWN_FORWARDS
+from tilegym_rmsnorm.ops.norm.op import BACKWARD, FORWARD
 from tilegym_rmsnorm.routes import choose, known_calls
 
 pytestmark = pytest.mark.usefixtures("known_kernels")
@@ -26,45 +25,34 @@ pytestmark = pytest.mark.usefixtures("known_kernels")
 N = 40
 
 
-@pytest.mark.parametrize("has_residual", [False, True])
-def test_the_ops(has_residual, checks):
-    x, r, w, dy, d = rows(2, 3, N), rows(2, 3, N), rows(N), rows(2, 3, N), rows(2, 3, N)
-    dtype = BF16 if has_residual else None
-    numbers = (1, 1e-5, 0.0, "once", 0.5 if has_residual else 1.0, dtype, dtype, "cutile")
-
-    def both():
-        y, rstd, residual_out = FORWARD(x, r if has_residual else None, w, None, *numbers)
-        z = residual_out if has_residual else x
-        given = dy, z, w, rstd, d if has_residual else None
-        bits = 15 if has_residual else 3
-        gradients = BACKWARD(*given, bits, 1, 0.0, "once", numbers[4], BF16, dtype, BF16, dtype, "cutile")
-        return [y, rstd, residual_out, *gradients]
-
-    both()
-    checks.clear()
-    for grad_mode in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
-        with grad_mode:
-            both()
-            checks.clear()
-            known = both()
-            assert not checks
-            known_calls.forget()
-            storages = [each.untyped_storage().data_ptr() for each in known if each is not None]
-            assert len(set(storages)) == len(storages), "the results of an op may not share memory"
-            for ours, expected in zip(known, both(), strict=True):
-                assert (ours is None) == (expected is None)
-                assert ours is None or (torch.equal(ours, expected) and ours.shape == expected.shape)
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+@of_each_op()
+def test_the_ops(op, kind, is_backward, monkeypatch):
+    call, other = op.make(kind), op.make(kind, seed=1)
+    run, of = (op.backward, backward_of) if is_backward else (op.forward, forward_of)
+    for wanted in op.wanted(kind) if is_backward else (0,):
+        given, others = of(call, wanted), of(other, wanted)
+        run(*given)
+        for grad_mode in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
+            with grad_mode, monkeypatch.context() as patch:
+                run(*others)
+                unknown = note_unknown(op, patch)
+                known = [each for each in run(*given) if each is not None]
+                assert not unknown
+                known_calls.forget()
+                expected = [each for each in run(*given) if each is not None]
+                assert unknown
+                storages = {each.untyped_storage().data_ptr() for each in known if each.numel()}
+                assert len(storages) == sum(each.numel() > 0 for each in known), "results share memory"
+                assert_same_bits(known, expected)
 
 
-def known_op(checks):
-    """x and weight of a call of the forward op that is known, the call, and its y."""
-    x, w = rows(2, 3, N), rows(N)
-    numbers = (1, 1e-5, 0.0, "once", 1.0, None, None, "cutile")
-    for _ in range(2):
-        checks.clear()
-        y = FORWARD(x, None, w, None, *numbers)[0]
-    assert not checks
-    return (x, w), lambda x, w: FORWARD(x, None, w, None, *numbers)[0], y
+def forward_of(call, wanted=None):
+    return call.of_forward(*call.leaves.values(), backend="cutile")
+
+
+def backward_of(call, wanted):
+    return call.of_backward(wanted, "cutile")
 
 
 def dispatched(monkeypatch):
@@ -76,25 +64,32 @@ def dispatched(monkeypatch):
     return found
 
 
-def test_a_known_op_does_without_the_dispatcher(monkeypatch):
-    x, w, dy, rstd = rows(6, N), rows(N), rows(6, N), torch.ones(6, 1, device=DEVICE)
+@of_each_op(fewest)
+def test_a_known_op_does_without_the_dispatcher(op, kind, monkeypatch):
+    call = op.make(kind)
+    both = ((op.forward, forward_of(call)), (op.backward, backward_of(call, op.wanted(kind)[-1])))
+    known_calls.forget()
     found = dispatched(monkeypatch)
-    dtypes = BF16, None, BF16, None, "cutile"
-    calls = (
-        lambda: FORWARD(x, None, w, None, 1, 1e-5, 0.0, "once", 1.0, None, None, "cutile"),
-        lambda: BACKWARD(dy, x, w, rstd, None, 3, 1, 0.0, "once", 1.0, *dtypes),
-    )
-    for call in calls:
+    for run, given in both:
         found.clear()
-        call()
+        run(*given)
         assert found
         found.clear()
-        call()
+        run(*given)
         assert not found
 
 
-def test_modes_and_profilers_see_a_known_op(checks):
-    (x, w), call, _ = known_op(checks)
+def known_op(op, kind):
+    """A call of the forward op that is known, and its results."""
+    call = op.make(kind)
+    for _ in range(2):
+        results = call.by_op(*call.leaves.values(), backend="cutile")
+    return call, functools.partial(call.by_op, backend="cutile"), results
+
+
+@of_each_op(fewest)
+def test_modes_and_profilers_see_a_known_op(op, kind):
+    call, run, expected = known_op(op, kind)
     seen = []
 
     class Dispatched(TorchDispatchMode):
@@ -109,48 +104,56 @@ def test_modes_and_profilers_see_a_known_op(checks):
 
     for mode in (Dispatched(), Overridden()):
         with mode:
-            call(x, w)
-        assert seen and all(each is FORWARD for each in seen)
+            run(*call.leaves.values())
+        assert seen and all(each is op.forward for each in seen)
         seen.clear()
     with torch.profiler.profile() as profile:
-        call(x, w)
-    assert "tilegym_rmsnorm::rms_norm_forward" in [each.key for each in profile.key_averages()]
+        run(*call.leaves.values())
+    assert op.forward._schema.name in [each.key for each in profile.key_averages()]
+    for times in (1, 2, 3):  # the function, which is known after the first time
+        with Overridden():
+            assert_same_bits(call.public(*call.tensors, backend="cutile"), expected)
+        assert seen.count(op.function) == times
+    with FlopCounterMode(display=False):
+        watched = call.both_passes(backend="cutile")
+    assert_same_bits(watched, call.both_passes(backend="cutile"))
 
 
-def test_a_known_op_is_traced_and_transformed(checks):
-    (x, w), call, y = known_op(checks)
-    graph = make_fx(call)(x, w)
-    assert [node.target for node in graph.graph.nodes if node.op == "call_function"].count(FORWARD) == 1
-    assert torch.equal(graph(x, w), y)
+@of_each_op(fewest)
+def test_a_known_op_is_traced(op, kind):
+    call, run, expected = known_op(op, kind)
+    graph = make_fx(run)(*call.leaves.values())
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert calls.count(op.forward) == 1
+    assert_same_bits(graph(*call.leaves.values()), expected)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        assert type(call(mode.from_tensor(x), mode.from_tensor(w))) is FakeTensor
-        assert type(call(x, w)) is FakeTensor
-    mapped = torch.func.vmap(call, in_dims=(0, None))(x, w)
-    torch.testing.assert_close(mapped, y)
-    tangents = torch.randn_like(x), torch.randn_like(w)
-    expected, tangent = torch.func.jvp(lambda x, w: F.rms_norm(x, (N,), w, 1e-5), (x, w), tangents)
-    with forward_ad.dual_level():
-        dual = forward_ad.unpack_dual(call(*map(forward_ad.make_dual, (x, w), tangents)))
-        torch.testing.assert_close(dual.primal, expected, rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(dual.tangent, tangent, rtol=3e-2, atol=3e-2)
+        for given in (map(mode.from_tensor, call.leaves.values()), call.leaves.values()):
+            assert all(type(each) is FakeTensor for each in run(*given))
 
 
-def test_a_known_op_is_differentiated(checks):
-    (x, w), call, y = known_op(checks)
+@of_each_op(fewest)
+def test_a_known_op_is_differentiated(op, kind):
+    call, run, expected = known_op(op, kind)
+    results = call.both_passes(call.public, backend="torch")
     for _ in range(3):
-        leaves = [each.clone().requires_grad_() for each in (x, w)]
-        recorded = call(*leaves)
-        assert torch.equal(recorded, y)
-        gradients = torch.autograd.grad(recorded.float().square().sum(), leaves)
-        wide = [each.detach().double().requires_grad_() for each in leaves]
-        exact = F.rms_norm(wide[0], (N,), wide[1], 1e-5)
-        for ours, expected in zip(gradients, torch.autograd.grad(exact.square().sum(), wide), strict=True):
-            torch.testing.assert_close(ours.double(), expected, rtol=2e-2, atol=0.1)
-        assert not call(x, w).requires_grad
+        found = call.both_passes(run)
+        assert_same_bits(found[: len(expected)], expected)
+        torch.testing.assert_close(found, results, rtol=2e-2, atol=0.1, equal_nan=True)
+        assert not any(each.requires_grad for each in run(*call.leaves.values()))
+
+
+def known_norm(checks):
+    """x and weight of a call of the norm's op that is known, and its y."""
+    x, w = rows(2, 3, N), rows(N)
+    for _ in range(2):
+        checks.clear()
+        y = FORWARD(x, None, w, None, 1, 1e-5, 0.0, "once", 1.0, None, None, "cutile")[0]
+    assert not checks
+    return x, w, y
 
 
 def test_other_arguments_of_a_known_op(checks):
-    (x, w), _, y = known_op(checks)
+    x, w, y = known_norm(checks)
     named = {"normalized_dims": 1, "eps": 1e-5, "offset": 0.0, "casting": "once", "alpha": 1.0}
     named |= {"residual_dtype": None, "out_dtype": None, "backend": "cutile"}
     assert torch.equal(FORWARD(x=x, residual=None, weight=w, bias=None, **named)[0], y)
@@ -201,16 +204,3 @@ def test_a_gradient_that_is_not_wanted_has_the_dtype_of_x():
     for _ in range(2):
         dx, dw, *_ = BACKWARD(dy, x, w, rstd, None, 2, 1, 0.0, "once", 1.0, FP32, None, None, None, "cutile")
         assert dx.dtype == BF16 and dx.numel() == 0 and dw.dtype == BF16
-
-
-def test_no_tensor_of_an_op_is_kept(quick_gc):
-    numbers = (1, 1e-5, 0.0, "once", 0.5, BF16, BF16, "cutile")
-    for _ in range(3):
-        x, r, w, dy = rows(3, 2 * N)[:, ::2], rows(3, N), rows(N), rows(3, N)
-        y, rstd, z = FORWARD(x, r, w, None, *numbers)
-        results = BACKWARD(dy, z, w, rstd, None, 7, 1, 0.0, "once", 0.5, BF16, None, BF16, BF16, "cutile")
-        references = [weakref.ref(each) for each in (x, r, w, dy, y, rstd, z, *results) if each is not None]
-        del x, r, w, dy, y, rstd, z, results
-        gc.collect()
-        assert not [each for each in references if each() is not None]
-    assert KNOWN_FORWARDS._kinds and KNOWN_BACKWARDS._kinds

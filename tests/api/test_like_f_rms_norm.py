@@ -300,21 +300,6 @@ def test_use_backend_decorates_plain_functions_alone():
             use_backend("torch")(function)
 
 
-@pytest.mark.parametrize("name", [None, "torch"])
-def test_transforms_inside_torch_compile(name):
-    """Dynamo cannot go on behind a call that it leaves out there, so it traces the reference."""
-    torch._dynamo.reset()
-    x = torch.randn(3, N)
-
-    def gradient(norm):
-        return torch.func.grad(lambda rows: norm(rows).sin().sum())
-
-    compiled = torch.compile(
-        lambda x: gradient(lambda rows: rms_norm(rows, (N,), None, 1e-6, backend=name))(x), backend="eager"
-    )
-    torch.testing.assert_close(compiled(x), gradient(lambda rows: F.rms_norm(rows, (N,), None, 1e-6))(x))
-
-
 @pytest.mark.parametrize("eps", [-0.5, math.inf, math.nan, True, torch.tensor(0.5)], ids=str)
 def test_an_eps_that_f_rms_norm_takes_and_we_refuse(eps):
     """docs/limits.md says so."""

@@ -10,16 +10,18 @@ tests/gpu/test_gpu_memory.py asks the allocator.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 
 import pytest
 import torch
+from every_op import assert_same_bits, every_kind, of_each_op
 from helpers import BF16, FP32, HAS_GPU, why_skip
 from living import Living, size_of
-from memory_cases import ADDED, KINDS, NAMES, OF_HEADS, gradients_of, leaves_of, norm
+from memory_cases import ADDED, KINDS, OF_HEADS, gradients_of, leaves_of, norm
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint
-from variants import VARIANTS, check, make
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from variants import check, make
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,37 +161,56 @@ def test_peak_of_db_without_dw(needing, weight, kernels):
     check(variant, inputs, **dict(zip(["dx", "db"][-len(needing) :], gradients, strict=True)))
 
 
+def save_all(*_, **__):
+    return CheckpointPolicy.MUST_SAVE
+
+
+WRAPPED = {
+    "reentrant": lambda call, *given: checkpoint(call, *given, use_reentrant=True),
+    "not reentrant": lambda call, *given: checkpoint(call, *given, use_reentrant=False),
+    "all results saved": lambda call, *given: checkpoint(
+        call,
+        *given,
+        use_reentrant=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, save_all),
+    ),
+    "offloaded": lambda call, *given: within(torch.autograd.graph.save_on_cpu(), call, *given),
+    "packed": lambda call, *given: within(
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t.clone()),
+        call,
+        *given,
+    ),
+}
+
+
+def within(block, call, *given):
+    with block:
+        return call(*given)
+
+
+def passes(call, function):
+    """Return results and gradients, by `backward`, as reentrant checkpoints need it."""
+    leaves = call.recorded()
+    results = function(*leaves, *call.fixed.values())
+    torch.autograd.backward(results, call.dys)
+    return [*results, *(leaf.grad for leaf in leaves)]
+
+
+def check_wrapped(call, names, **options):
+    function = functools.partial(call.public, **options)
+    expected = passes(call, function)
+    for name in names:
+        assert_same_bits(passes(call, functools.partial(WRAPPED[name], function)), expected)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_checkpointed_and_offloaded(kind, backend):
+@every_kind
+def test_checkpointed_and_offloaded(op, kind, backend):
     """Results keep their bits."""
-    variant = VARIANTS[kind]
-    if why_skip(backend) or (kind == "float64" and backend != "torch"):
-        pytest.skip("refused")
-    inputs = make(variant)
+    check_wrapped(op.make(kind), WRAPPED, backend=backend)
 
-    def run(wrapped):
-        leaves = leaves_of(inputs)
-        results = wrapped(
-            lambda *given: norm(variant, inputs, dict(zip(NAMES, given, strict=True)), backend), leaves
-        )
-        torch.autograd.backward(results, (inputs.dy, inputs.d_residual_out)[: len(results)])
-        return [*results, *(leaf.grad for leaf in leaves.values() if leaf is not None)]
 
-    def offloaded(call, leaves):
-        with torch.autograd.graph.save_on_cpu():
-            return call(*leaves.values())
-
-    def packed(call, leaves):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t.clone()):
-            return call(*leaves.values())
-
-    expected = run(lambda call, leaves: call(*leaves.values()))
-    for wrapped in (
-        lambda call, leaves: checkpoint(call, *leaves.values(), use_reentrant=True),
-        lambda call, leaves: checkpoint(call, *leaves.values(), use_reentrant=False),
-        offloaded,
-        packed,
-    ):
-        for one, other in zip(run(wrapped), expected, strict=True):
-            assert torch.equal(one, other)
+@pytest.mark.parametrize("name", WRAPPED)
+@of_each_op()
+def test_checkpointed(op, kind, name):
+    check_wrapped(op.make(kind), [name])

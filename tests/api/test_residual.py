@@ -179,21 +179,6 @@ def test_hooks_of_saved_tensors(hooks, backend):
     check(VARIANT, inputs, residual_out.detach(), **results)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed(use_reentrant, backend):
-    from torch.utils.checkpoint import checkpoint
-
-    given = leaves(inputs := make(VARIANT))
-    y, residual_out = checkpoint(
-        lambda *tensors: norm(VARIANT, dict(zip(NAMES, tensors, strict=True)), backend),
-        *given.values(),
-        use_reentrant=use_reentrant,
-    )
-    torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
-    results = {RESULTS[name]: tensor.grad for name, tensor in given.items()}
-    check(VARIANT, inputs, residual_out.detach(), **results)
-
-
 def test_gradients_that_are_expanded(backend):
     """(y.sum() + residual_out.sum()).backward() expands gradients."""
     given = leaves(inputs := make(VARIANT))

@@ -5,31 +5,30 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import warnings
+
 import pytest
 import rope_calls
 import torch
-from helpers import BF16, DEVICE, FP16, FP32, FP64
+from helpers import BF16, DEVICE, FP16, FP32, needs_inductor
 from rope_calls import both_passes, case, ours
 
-from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope, rope, use_backend
+from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.layout import viewed
 from tilegym_rmsnorm.ops.rope import eager as rope_eager
+from tilegym_rmsnorm.ops.rope import passes as rope_passes
 from tilegym_rmsnorm.ops.rope.passes import rope_views
-from tilegym_rmsnorm.routes import choose, known_calls
+from tilegym_rmsnorm.ops.rope.spec import RopeWanted
+from tilegym_rmsnorm.routes import known_calls
 
 
 def assert_near(got, want):
     for one, other in zip(got, want, strict=True):
         scale = other.abs().max()
         torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=(1e-5 * scale).item())
-
-
-def test_float64_is_computed_in_float64():
-    *tensors, cos, sin = case(dtype=FP64)
-    tensors = *tensors, cos.double(), sin.double()
-    got, want = (both_passes(call, tensors) for call in (ours, rope_calls.expected))
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["triton", "cutile"], indirect=True)
@@ -82,6 +81,8 @@ def test_three_dimensions_are_one_batch():
     want = both_passes(ours, (q, k, *others))
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other.view(one.shape))
+    for one in ours(q[0].requires_grad_(), k[0], *others):
+        one.mul_(2)  # not a view, of which autograd forbids it
 
 
 def test_one_tensor_has_the_bits_of_two():
@@ -133,72 +134,6 @@ def test_no_elements(shape):
         assert torch.equal(weight.grad, torch.zeros(8, device=DEVICE))
 
 
-def test_known_calls_have_the_same_results(monkeypatch):
-    tensors = case()
-    known_calls.forget()
-    first = both_passes(ours, tensors)
-    with monkeypatch.context() as patch:
-        patch.setattr(rope, "_checked", None)  # a call that is not known would call it
-        for one, other in zip(first, both_passes(ours, tensors), strict=True):
-            assert torch.equal(one, other)
-    # another grad mode, shape and layout is another call
-    with torch.no_grad():
-        assert not ours(*tensors)[0].requires_grad
-    q, k, q_weight, k_weight, cos, sin = tensors
-    shorter = ours(q[:, :3], k[:, :3], q_weight, k_weight, cos[:3], sin[:3])[0]
-    assert torch.equal(shorter, first[0][:, :3])
-    strided = torch.empty(2, 4, 5, 8, device=DEVICE).transpose(1, 2).copy_(q)
-    torch.testing.assert_close(ours(strided, *tensors[1:])[0], first[0])
-
-
-@pytest.mark.parametrize("doubled", [(2, 3), (4, 5), (0, 1), (0, 1, 2, 3, 4, 5)], ids=str)
-def test_one_tensor_given_twice_is_known(doubled, monkeypatch):
-    """As one weight of q and k. Each group of two indices is one tensor."""
-    known_calls.forget()
-    pairs = set(zip(doubled[::2], doubled[1::2], strict=True))
-
-    def passes(seed):
-        leaves = list(case(hk=4, seed=seed))
-        for first, second in pairs:
-            leaves[second] = leaves[first]
-        want = [each.detach() for each in rope_calls.expected(*leaves)]
-        *heads, cos, sin = leaves
-        heads = [each.requires_grad_() for each in heads]
-        outputs = ours(*heads, cos, sin)
-        assert_near([each.detach() for each in outputs], want)
-        return outputs, heads
-
-    for seed in (0, 1):
-        outputs, heads = passes(seed)
-        found = torch.autograd.grad(sum(each.sin().sum() for each in outputs), heads, allow_unused=True)
-        parts = list(case(hk=4, seed=seed))
-        for first, second in pairs:
-            parts[second] = parts[first]
-        wide = [each.double().requires_grad_() for each in parts[:4]]
-        for first, second in pairs:
-            if second < 4:
-                wide[second] = wide[first]
-        results = rope_calls.expected(*wide, *parts[4:])
-        want = torch.autograd.grad(sum(each.sin().sum() for each in results), wide)
-        assert_near(found, want)
-        if seed == 0:
-            monkeypatch.setattr(rope, "_checked", None)  # a call that is not known would call it
-            monkeypatch.setattr(rope_eager, "checked_rope_backward", None)
-
-
-def test_the_backward_runs_on_the_backend_of_the_forward(monkeypatch):
-    q, *others = case()
-    leaf = q.requires_grad_()
-    asked = []
-    monkeypatch.setattr(
-        choose, "backward_of", lambda *given: asked.append(given[3]) or registry.backward_of(*given)
-    )
-    with use_backend("torch"):
-        q_out, _ = ours(leaf, *others)
-    q_out.sum().backward()
-    assert asked == ["torch"]
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_autocast_casts_nothing(dtype):
     tensors = case(dtype=dtype)
@@ -209,35 +144,102 @@ def test_autocast_casts_nothing(dtype):
         assert one.dtype == dtype and torch.equal(one, other)
 
 
-FORMS = {
-    "plain": ({}, {}),
-    "partial interleaved": ({"r": 2}, {"rotary_dim": 2, "interleaved": True}),
-    "tables of one batch": ({"tables": "1T"}, {"offset": 1.0}),
-    "weights of heads": ({"weights": "heads"}, {}),
-    "no weights": ({"weights": "none"}, {}),
-    "64 heads beside 8": ({"b": 1, "t": 3, "hq": 64, "hk": 8, "d": 16}, {}),
-}
-
-
-def test_results_can_be_changed_in_place(backend):
-    for name, (made, options) in FORMS.items():
-        q, *others = case(**made)
-        outputs = ours(q.requires_grad_(), *others, backend=backend, **options)
-        flat = ours(
-            q[0],
-            others[0][0],
-            *others[1:3],
-            *(t.reshape(-1, *t.shape[-1:])[: q.shape[1]] for t in others[3:]),
-            backend=backend,
-            **options,
-        )
-        for out in (*outputs, *flat):
-            assert not out._is_view(), name
-            out.mul_(2)
-
-
 @pytest.mark.parametrize(("t", "keys"), [(0, 2), (5, 0)])
 def test_results_without_elements_can_be_changed_in_place(t, keys):
     q, k = (torch.ones(t, heads, 8, requires_grad=True) for heads in (4, keys))
     for out in qk_norm_rope(q, k, None, None, *torch.ones(2, t, 8)):
         out.mul_(2)
+
+
+@needs_inductor
+@pytest.mark.slow
+def test_compiled_operations_of_backend_torch():
+    torch._dynamo.reset()
+    graph = torch.compile(functools.partial(ours, backend="torch"), fullgraph=True)
+    torch.testing.assert_close(both_passes(graph, case()), both_passes(ours, case()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_compiled_positions_and_one_tensor(dtype):
+    torch._dynamo.reset()
+    q, _, weight, _, cos, sin = case(tables="positions")
+    positions = torch.tensor([1, 0, 7, 3, 9], device=DEVICE, dtype=dtype)
+    want = rms_norm_rope(q, weight, cos, sin, position_ids=positions.long())
+    for backend in (None, "torch"):
+        call = functools.partial(rms_norm_rope, position_ids=positions, backend=backend)
+        got = torch.compile(call, backend="aot_eager", fullgraph=True)(q, weight, cos, sin)
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+def test_traced_by_torch_jit_with_the_width_of_the_tables():
+    """There it is a tensor of no dimension."""
+
+    def partial(q, k, q_weight, k_weight, cos, sin):
+        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, rotary_dim=cos.shape[-1], backend="torch")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(partial, case(r=4), check_trace=False)
+    other = case(r=4, seed=3, b=3, t=7)
+    assert all(map(torch.equal, traced(*other), partial(*other)))
+
+
+def test_one_result_alone():
+    """What leads to the other has no gradient: zeros would make an optimizer decay its weight."""
+    q, k, q_weight, k_weight, cos, sin = case()
+    leaves = [each.requires_grad_() for each in (q, k, q_weight, k_weight)]
+    for index, call in itertools.product(
+        (0, 1), (ours, torch.compile(ours, backend="eager", fullgraph=True))
+    ):
+        got = torch.autograd.grad(call(*leaves, cos, sin)[index].sin().sum(), leaves, allow_unused=True)
+        total = rope_calls.expected(*leaves, cos, sin)[index].sin().sum()
+        want = torch.autograd.grad(total, leaves, allow_unused=True)
+        assert [each is None for each in got] == [each is None for each in want]
+        assert got[1 - index] is None is got[3 - index]
+        torch.testing.assert_close(got[index::2], want[index::2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_positions_mapped_over_a_batch(dtype):
+    tensors = case(tables="positions", t=3)
+    positions = torch.randint(0, 6, (4, 2, 3), device=DEVICE, dtype=dtype)
+    got = torch.func.vmap(lambda each: ours(*tensors, position_ids=each))(positions)
+    for i in range(4):
+        for one, other in zip(got, ours(*tensors, position_ids=positions[i]), strict=True):
+            torch.testing.assert_close(one[i], other)
+
+
+def test_only_the_weights_gradients_that_are_needed_are_computed(monkeypatch):
+    q, k, q_weight, k_weight, cos, sin = case()
+    asked = []
+
+    def gradients(call, backwards, tensors, wanted):
+        asked.append(wanted)
+        return rope_passes.rope_gradients_by_operations(tensors, call.spec, wanted)
+
+    monkeypatch.setattr(rope_eager, "_gradients", gradients)
+    known_calls.forget()
+    q_out, _ = ours(q, k, q_weight.requires_grad_(), k_weight, cos, sin)
+    q_out.sum().backward()
+    known_calls.forget()
+    assert asked == [RopeWanted(torch.float32, None)] and q_weight.grad is not None
+
+
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_an_exported_graph_takes_as_many_sequences_as_steps(has_positions):
+    def made(b, t):
+        tables = torch.randn(2, 20, 8) if has_positions else torch.randn(2, b, t, 8)
+        positions = torch.randint(0, 20, (b, t)) if has_positions else None
+        return torch.randn(b, t, 4, 8), torch.randn(b, t, 2, 8), *tables, positions
+
+    class Rotating(torch.nn.Module):
+        def forward(self, q, k, cos, sin, positions):
+            return qk_norm_rope(q, k, None, None, cos, sin, position_ids=positions)
+
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    tables = (None, None, sizes) if has_positions else (sizes, sizes, None)
+    exported = torch.export.export(Rotating(), made(3, 6), dynamic_shapes=(sizes, sizes, *tables)).module()
+    for b, t in ((2, 9), (4, 4)):
+        given = made(b, t)
+        for out, expected in zip(exported(*given), Rotating()(*given), strict=True):
+            assert torch.equal(out, expected)

@@ -6,19 +6,29 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import re
 from pathlib import Path
 
 import pytest
 import torch
-import variants
+from every_op import (
+    OPS,
+    assert_same_bits,
+    each_smooth_kind,
+    every_kind,
+    few,
+    fewest,
+    note_backends,
+    of_each_op,
+)
 from gate_cases import freed
-from helpers import BF16, DEVICE, FP16, FP32, FP64
+from helpers import BF16, DEVICE, FP32, FP64, why_skip
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
-from tilegym_rmsnorm import rms_norm, rms_norm_backward, settings, use_backend
+from tilegym_rmsnorm import rms_norm_backward, settings, use_backend
 from tilegym_rmsnorm.ops.norm.op import BACKWARD, FORWARD, SCHEMAS
 
 NORM = 1e-3, 0.5, "once"  # eps, offset, casting
@@ -30,20 +40,9 @@ BACKENDS = (None, "torch", "cutile", "triton")
 @pytest.fixture(params=BACKENDS, ids=str)
 def name(request):
     """A backend that an op is given."""
-    if request.param not in (None, "torch"):
-        request.getfixturevalue("kernels_on_this_machine")(request.param)
+    if request.param in ("cutile", "triton") and (reason := why_skip(request.param)):
+        pytest.skip(reason)
     return request.param
-
-
-@pytest.fixture
-def kernels_on_this_machine():
-    from helpers import why_skip
-
-    def check(backend):
-        if reason := why_skip(backend):
-            pytest.skip(reason)
-
-    return check
 
 
 def tensors(*shape, of=(8,), dtype=FP32, needs_grad=False, seed=0):
@@ -53,62 +52,48 @@ def tensors(*shape, of=(8,), dtype=FP32, needs_grad=False, seed=0):
     return tuple(each.requires_grad_(needs_grad) for each in made)
 
 
-OF_VECTORS = {1: (8,), 2: (4, 8)}  # by the number of normalized dimensions
+def on_backends(*names):
+    """Give a test few kinds of calls of each op on backend "torch", on others one, which has most options."""
+    cases = (
+        pytest.param(op, kind, name, id=f"{op.name}, {title}, {name}")
+        for op in OPS
+        for name in names
+        for title, kind in (few if name == "torch" else fewest)(op).items()
+    )
+    return pytest.mark.parametrize(("op", "kind", "name"), list(cases), indirect=["name"])
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("dims", OF_VECTORS)
-def test_pytorch_s_own_checks_of_forwards(name, dims, needs_grad):
-    x, residual, weight, bias = tensors(3, 4, 8, of=OF_VECTORS[dims], needs_grad=needs_grad)
-    opcheck(FORWARD, (x, None, weight, bias, dims, *NORM, 1.0, None, None, name))
-    opcheck(FORWARD, (x, None, None, None, dims, *NORM, 1.0, None, BF16, name))
-    opcheck(FORWARD, (x, residual, weight, bias, dims, *NORM, 0.5, None, None, name))
+@on_backends(*BACKENDS)
+def test_pytorch_s_own_checks_of_forwards(op, kind, name, needs_grad):
+    call = op.make(kind)
+    leaves = call.recorded() if needs_grad else call.leaves.values()
+    opcheck(op.forward, call.of_forward(*leaves, backend=name))
 
 
-@pytest.mark.parametrize("name", BACKENDS[1:], indirect=True)  # None runs one of them
-@pytest.mark.parametrize(("dims", "wanted"), [(1, 1), (1, 2), (1, 5), (2, 7)])
-def test_pytorch_s_own_checks_of_backwards(name, dims, wanted):
-    x, dy, weight, _ = tensors(3, 4, 8, of=OF_VECTORS[dims])
-    rstd = FORWARD(x, None, weight, None, dims, *NORM, 1.0, None, None, name)[1]
-    numbers = dims, 0.5, "once"
-    opcheck(BACKWARD, (dy, x, weight, rstd, None, wanted, *numbers, 1.0, None, None, None, FP16, name))
-    given = dy, x, weight, rstd, x.cos(), wanted + 8, *numbers, 0.5, None, None, BF16, None, name
-    opcheck(BACKWARD, given)
+@on_backends(*BACKENDS[1:])  # None runs one of them
+def test_pytorch_s_own_checks_of_backwards(op, kind, name):
+    call = op.make(kind)
+    for wanted in op.wanted(kind):
+        opcheck(op.backward, call.of_backward(wanted, name))
 
 
-KINDS = {
-    "plain": variants.Variant(BF16, weight_dtype=BF16, size=(2, 3, 64)),
-    "bias": variants.Variant(FP16, weight_dtype=FP32, bias_dtype=FP32, size=(2, 3, 64), casting="llama"),
-    "heads": variants.Variant(BF16, (2, 3, 4, 16), "heads", BF16, layout="heads", out_dtype=FP32),
-    "residual": variants.Variant(BF16, residual_dtype=BF16, size=(2, 3, 64)),
-    "two dtypes": variants.Variant(BF16, residual_dtype=FP32, size=(2, 3, 64)),
-    "two gradients": variants.Variant(BF16, residual_dtype=FP32, alpha=0.22, size=(2, 3, 64), offset=1.0),
-}
+@pytest.mark.parametrize("name", BACKENDS[1:], indirect=True)
+def test_pytorch_s_own_checks_of_several_normalized_dimensions(name):
+    x, dy, weight, bias = tensors(3, 4, 8, of=(4, 8))
+    given = x, dy, weight, bias, 2, *NORM, 0.5, None, BF16, name
+    opcheck(FORWARD, given)
+    _, rstd, total = FORWARD(*given)
+    opcheck(BACKWARD, (dy, total, weight, rstd, x, 15, 2, 0.5, "once", 0.5, None, FP32, BF16, None, name))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_rms_norm(name, kind):
+@every_kind
+def test_values_and_gradients_are_those_of_the_function(op, kind, name):
     """Bits agree: both run the same code."""
-    variant = KINDS[kind]
-    results = []
-    for by_op in (False, True):
-        x, weight, bias, residual, dy, d_residual_out = inputs = variants.make(variant, seed=1)
-        leaves = [each.requires_grad_() for each in (x, weight, bias, residual) if each is not None]
-        if by_op:
-            norm = 1, variant.eps, variant.offset, variant.casting
-            dtypes = variant.residual_out_dtype, variant.out_dtype
-            y, _, residual_out = FORWARD(x, residual, weight, bias, *norm, variant.alpha, *dtypes, name)
-            outputs = (y,) if residual_out is None else (y, residual_out)
-            assert (residual_out is None) == (residual is None)
-        else:
-            given = variants.options(variant, inputs)
-            outputs = rms_norm(x, variant.n, weight, variant.eps, **given, backend=name)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        gradients = torch.autograd.grad(outputs, leaves, [dy, d_residual_out][: len(outputs)])
-        results.append([*outputs, *gradients])
-    for ours, theirs in zip(*results, strict=True):
-        assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
-        assert ours.is_contiguous()
+    call = op.make(kind, seed=1)
+    by_op, expected = (call.both_passes(each, backend=name) for each in (call.by_op, call.public))
+    assert_same_bits(by_op, expected)
+    assert all(each.is_contiguous() for each in by_op)
 
 
 def test_rstd_is_shaped_as_aten_s():
@@ -144,32 +129,17 @@ def test_what_is_not_wanted_is_none():
     assert BACKWARD(dy, x, None, rstd, None, 7, 1, *OF_BACKWARD)[1] is None
 
 
-FP64_NORMS = {
-    "plain": lambda x, r, w, b: FORWARD(x, None, w, b, 1, *PLAIN)[0],
-    "two dimensions": lambda x, r, w, b: FORWARD(x, None, None, None, 2, *PLAIN)[0],
-    "residual": lambda x, r, w, b: FORWARD(x, r, w, b, 1, *NORM, 0.5, None, None, None)[::2],
-}
-
-
-@pytest.mark.parametrize("kind", FP64_NORMS)
-def test_gradients_of_gradients(kind):
-    inputs = tensors(2, 3, 4, of=(4,), dtype=FP64, needs_grad=True)
-    assert gradcheck(FP64_NORMS[kind], inputs, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(FP64_NORMS[kind], inputs)
-
-
-@pytest.mark.parametrize("kind", ["plain", "residual"])
-def test_gradients_that_are_differentiated_again_are_all_there(kind):
+@each_smooth_kind
+def test_gradients_that_are_differentiated_again_are_all_there(op, kind):
     """gradgradcheck takes a missing one for zeros."""
-    inputs = tensors(2, 3, 4, of=(4,), dtype=FP64, needs_grad=True)
-    results = FP64_NORMS[kind](*inputs)
-    results = results if isinstance(results, tuple) else (results,)
-    used = [each for i, each in enumerate(inputs) if kind == "residual" or i != 1]
-    options = {"grad_outputs": [each.detach().cos() for each in results], "retain_graph": True}
-    expected = torch.autograd.grad(results, used, **options)
-    again = torch.autograd.grad(results, used, **options, create_graph=True)
-    for ours, theirs in zip(again, expected, strict=True):
-        torch.testing.assert_close(ours.detach(), theirs)
+    call = op.make(kind)
+    leaves = call.recorded()
+    results = call.by_op(*leaves)
+    expected, again = (
+        torch.autograd.grad(results, leaves, call.dys, retain_graph=True, create_graph=each)
+        for each in (False, True)
+    )
+    torch.testing.assert_close(again, expected)
 
 
 def test_backwards_are_differentiated_as_the_reference():
@@ -184,46 +154,6 @@ def test_backwards_are_differentiated_as_the_reference():
         return BACKWARD(dy, x, weight, rstd, d, 15, 1, 0.5, "once", 0.5, None, None, None, None, None)
 
     assert gradcheck(backward, (dy, x, weight, rstd)) and gradcheck(of_a_sum, (dy, x, weight, rstd, d))
-
-
-def test_transforms_of_torch_func():
-    x, residual, weight, bias = tensors(5, 3, 8, dtype=FP64)
-    plain = functools.partial(rms_norm, normalized_shape=8, eps=1e-3, offset=0.5)
-
-    def by_op(x, weight, bias=None):
-        return FORWARD(x, None, weight, bias, 1, *PLAIN)[0]
-
-    same = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
-    expected = plain(x, weight=weight, bias=bias)
-    same(torch.vmap(by_op, (0, None, None))(x, weight, bias), expected)
-    same(torch.vmap(by_op, (1, None, None), 1)(x, weight, bias), expected)
-    weights = torch.stack([weight, 2 * weight, weight.cos(), -weight, weight])
-    each = torch.stack([plain(x[i], weight=weights[i]) for i in range(5)])
-    same(torch.vmap(by_op)(x, weights), each)
-    biases = weights.sin()
-    each = torch.stack([plain(x[i], weight=weight, bias=biases[i]) for i in range(5)])
-    same(torch.vmap(by_op, (0, None, 0))(x, weight, biases), each)
-    added = torch.vmap(lambda r: FORWARD(x[0], r, weight, None, 1, *NORM, 0.5, None, None, None)[2])
-    same(added(residual), 0.5 * x[0] + residual)
-
-    def loss(norm, x, weight):
-        return norm(x, weight).sin().sum()
-
-    expected = torch.func.grad(functools.partial(loss, lambda x, w: plain(x, weight=w)), (0, 1))(x, weight)
-    for ours, theirs in zip(
-        torch.func.grad(functools.partial(loss, by_op), (0, 1))(x, weight), expected, strict=True
-    ):
-        same(ours, theirs)
-    tangent = x.cos()
-    for ours, theirs in zip(
-        torch.func.jvp(lambda x: by_op(x, weight), (x,), (tangent,)),
-        torch.func.jvp(lambda x: plain(x, weight=weight), (x,), (tangent,)),
-        strict=True,
-    ):
-        same(ours, theirs)
-    with forward_ad.dual_level():
-        dual = by_op(forward_ad.make_dual(x, tangent), weight)
-        assert forward_ad.unpack_dual(dual).tangent is not None
 
 
 def test_a_vmap_of_backwards_has_dw_of_each():
@@ -241,105 +171,58 @@ def test_a_vmap_of_backwards_has_dw_of_each():
         torch.testing.assert_close((dx[i], dw[i], db[i]), of_one)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the backend that counts calls reads a CPU's addresses")
 @pytest.mark.parametrize("is_watched", [False, True])
-def test_the_backward_takes_the_backend_of_the_forward(monkeypatch, is_watched):
+@of_each_op()
+def test_the_backward_takes_the_backend_of_the_forward(op, kind, monkeypatch, is_watched):
     """Blocks of use_backend have no effect in autograd's threads."""
-    import by_address
-    from torch.utils.flop_counter import FlopCounterMode
-
-    by_address.use(monkeypatch)
-    x, _, weight, _ = tensors(3, 8, needs_grad=True)
+    call, ran = op.make(kind), note_backends(monkeypatch)
     watching = FlopCounterMode(display=False) if is_watched else contextlib.nullcontext()
-    monkeypatch.setattr(settings, "_process_backend", "torch")
-    with use_backend("cutile"), watching:
-        y = FORWARD(x, None, weight, None, 1, 1e-3, 0.0, "once", 1.0, None, None, None)[0]
-    y.sum().backward()
-    assert by_address.calls == ["rms_norm_forward", "rms_norm_backward"]
+    monkeypatch.setattr(settings, "_process_backend", "triton")
+    for function in (call.public, call.by_op):
+        leaves = call.recorded()
+        with use_backend("torch"), watching:
+            results = function(*leaves)
+        torch.autograd.grad(results, leaves, call.dys)
+        assert ran == ["torch"] * 2
+        ran.clear()
 
 
 X = torch.randn(3, 8)
 RSTD = torch.ones(3, 1)
-MISFITS = {
-    "dims": (lambda: FORWARD(X, None, None, None, 3, *PLAIN), ValueError, "normalized_dims: expected 1 to 2"),
-    "no dims": (lambda: FORWARD(X, None, None, None, 0, *PLAIN), ValueError, "normalized_dims: expected 1"),
-    "weight": (
-        lambda: FORWARD(X, None, X[0, :7], None, 1, *PLAIN),
-        ValueError,
-        r"weight: expected shape \(8,\)",
+ONE_OF_EACH_ROW = "rstd: expected shape (3, 1), one element per row of x, got "
+MISFITS = {  # by the error
+    "normalized_dims: expected 1 to 2 for x of 2 dimensions, got 3": lambda: FORWARD(
+        X, None, None, None, 3, *PLAIN
     ),
-    "integers": (lambda: FORWARD(X.int(), None, None, None, 1, *PLAIN), TypeError, "x: expected a dtype"),
-    "residual": (
-        lambda: FORWARD(X, X[:2], None, None, 1, *PLAIN),
-        ValueError,
-        "residual: expected the shape of x",
+    "normalized_dims: expected 1 to 2 for x of 2 dimensions, got 0": lambda: FORWARD(
+        X, None, None, None, 0, *PLAIN
     ),
-    "dy": (
-        lambda: BACKWARD(X[:2], X, None, RSTD, None, 1, 1, *OF_BACKWARD),
-        ValueError,
-        "dy: expected the shape of x",
-    ),
-    "rstd": (
-        lambda: BACKWARD(X, X, None, RSTD[:2], None, 1, 1, *OF_BACKWARD),
-        ValueError,
-        r"rstd: expected shape \(3, 1\), one element per row of x",
-    ),
-    "casting": (
-        lambda: FORWARD(X, None, None, None, 1, 1e-3, 0.0, "gemma", 1.0, None, None, None),
-        ValueError,
-        "casting: expected one of",
-    ),
-    "backend": (
-        lambda: FORWARD(X, None, None, None, 1, *NORM, 1.0, None, None, "cuda"),
-        ValueError,
-        "backend: expected one of",
-    ),
-    "eps": (
-        lambda: FORWARD(X, None, None, None, 1, -1.0, 0.0, "once", 1.0, None, None, None),
-        ValueError,
-        "eps: expected",
-    ),
-    "out_dtype": (
-        lambda: FORWARD(X, None, None, None, 1, *NORM, 1.0, None, torch.int32, None),
-        TypeError,
-        "out_dtype: expected",
-    ),
-    "wanted": (
-        lambda: BACKWARD(X, X, None, RSTD, None, 16, 1, *OF_BACKWARD),
-        ValueError,
-        "wanted: expected 0 to 15, got 16",
-    ),
-    "no dims of a backward": (
-        lambda: BACKWARD(X, X, None, torch.tensor(1.0), None, 1, 0, 0.0, "once", 1.0, *[None] * 5),
-        ValueError,
-        "normalized_dims: expected 1 to 2",
-    ),
-    "flat rstd": (
-        lambda: BACKWARD(X, X, None, RSTD.flatten(), None, 1, 1, *OF_BACKWARD),
-        ValueError,
-        r"rstd: expected shape \(3, 1\), one element per row of x",
-    ),
-    "rstd without memory": (
-        lambda: BACKWARD(X, X, None, RSTD.to("meta"), None, 1, 1, *OF_BACKWARD),
-        ValueError,
-        "rstd: expected the device of x",
-    ),
-    "dtype of db": (
-        lambda: BACKWARD(X, X, None, RSTD, None, 5, 1, *OF_BACKWARD[:-2], torch.int32, None),
-        TypeError,
-        "a gradient's dtype: expected",
+    "weight: expected shape (8,)": lambda: FORWARD(X, None, X[0, :7], None, 1, *PLAIN),
+    "x: expected a dtype": lambda: FORWARD(X.int(), None, None, None, 1, *PLAIN),
+    "residual: expected the shape of x": lambda: FORWARD(X, X[:2], None, None, 1, *PLAIN),
+    "dy: expected the shape of x": lambda: BACKWARD(X[:2], X, None, RSTD, None, 1, 1, *OF_BACKWARD),
+    ONE_OF_EACH_ROW + "(2, 1)": lambda: BACKWARD(X, X, None, RSTD[:2], None, 1, 1, *OF_BACKWARD),
+    ONE_OF_EACH_ROW + "(3,)": lambda: BACKWARD(X, X, None, RSTD.flatten(), None, 1, 1, *OF_BACKWARD),
+    "casting: expected one of": lambda: FORWARD(X, *[None] * 3, 1, 1e-3, 0.0, "gemma", 1.0, *[None] * 3),
+    "backend: expected one of": lambda: FORWARD(X, None, None, None, 1, *NORM, 1.0, None, None, "cuda"),
+    "eps: expected": lambda: FORWARD(X, None, None, None, 1, -1.0, 0.0, "once", 1.0, None, None, None),
+    "out_dtype: expected": lambda: FORWARD(X, None, None, None, 1, *NORM, 1.0, None, torch.int32, None),
+    "wanted: expected 0 to 15, got 16": lambda: BACKWARD(X, X, None, RSTD, None, 16, 1, *OF_BACKWARD),
+    "normalized_dims: expected 1 to 2": lambda: BACKWARD(X, X, None, RSTD.sum(), None, 1, 0, *OF_BACKWARD),
+    "rstd: expected the device of x": lambda: BACKWARD(X, X, None, RSTD.to("meta"), None, 1, 1, *OF_BACKWARD),
+    "a gradient's dtype: expected": lambda: BACKWARD(
+        X, X, None, RSTD, None, 5, 1, *OF_BACKWARD[:-2], torch.int32, None
     ),
 }
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
-@pytest.mark.parametrize("kind", MISFITS)
-def test_arguments_that_do_not_fit(kind, mode):
+@pytest.mark.parametrize("text", MISFITS)
+def test_arguments_that_do_not_fit(text, mode):
     """Making a graph raises, too."""
-    call, error, text = MISFITS[kind]
     given = {"allow_non_fake_inputs": True} if mode is FakeTensorMode else {}
-    with mode(**given), pytest.raises(error, match=text):
-        call()
+    with mode(**given), pytest.raises(TypeError if "dtype" in text else ValueError, match=re.escape(text)):
+        MISFITS[text]()
 
 
 def test_the_schemas_are_in_the_docs():
@@ -349,10 +232,9 @@ def test_the_schemas_are_in_the_docs():
         assert f"{name}{schema}" in written, name
 
 
-@pytest.mark.parametrize("backend", ["torch", "cutile"])
-def test_no_two_results_share_memory(backend, kernels_on_this_machine):
+@pytest.mark.parametrize("backend", ["torch", "cutile"], indirect=True)
+def test_no_two_results_share_memory(backend):
     """Alpha 1 and one dtype make dx and d_residual the same numbers."""
-    kernels_on_this_machine(backend)
     x, dy, weight, _ = tensors(3, 64, of=(64,))
     rstd = FORWARD(x, None, weight, None, 1, *PLAIN)[1]
     dx, _, _, d_residual = BACKWARD(dy, x, weight, rstd, None, 11, 1, *OF_BACKWARD[:-1], backend)
@@ -397,12 +279,14 @@ def names_of_operations(run):
     return {event.key for event in profiled.key_averages()}
 
 
-def test_a_plain_call_does_not_pass_the_dispatcher():
+@of_each_op()
+def test_a_plain_call_does_not_pass_the_dispatcher(op, kind):
     """Its host time is that of a kernel's launch."""
-    x, _, weight, _ = tensors(3, 8, needs_grad=True)
-    by_op = names_of_operations(lambda: FORWARD(x, None, weight, None, 1, *PLAIN)[0].sum().backward())
-    assert {"tilegym_rmsnorm::rms_norm_forward", "tilegym_rmsnorm::rms_norm_backward"} <= by_op
-    plain = names_of_operations(lambda: rms_norm(x, 8, weight).sum().backward())
+    call = op.make(kind)
+    by_op, plain = (
+        names_of_operations(lambda each=each: call.both_passes(each)) for each in (call.by_op, call.public)
+    )
+    assert {str(each._schema.name) for each in (op.forward, op.backward)} <= by_op
     assert plain and not any("tilegym" in name for name in plain)
 
 
@@ -410,29 +294,32 @@ def test_a_plain_call_does_not_pass_the_dispatcher():
     "run",
     [
         lambda call, x: torch.jit.trace(call, (x,), check_trace=False),
-        lambda call, x: torch.vmap(lambda scale: call(x) * scale)(torch.ones(2)),
+        lambda call, x: torch.vmap(lambda scale: call(x) * scale)(torch.ones(2, device=DEVICE)),
         lambda call, x: torch.func.vjp(call, x),
     ],
     ids=["torch.jit.trace", "vmap", "vjp"],
 )
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: FORWARD(x, None, None, None, 1, *NORM, 1.0, None, None, None)[0],
-        lambda x: BACKWARD(x, x, None, RSTD, None, 1, 1, 0.0, "once", 1.0, *[None] * 5)[0],
-    ],
-    ids=["forward", "backward"],
-)
-def test_freed_memory_is_an_error_under_transforms_too(call, run):
+@pytest.mark.parametrize("is_backward", [False, True])
+@of_each_op()
+def test_freed_memory_is_an_error_under_transforms_too(op, kind, is_backward, run):
     """PyTorch's operations would read address 0: a segmentation fault."""
+    call = op.make(kind)
+    run_op, given = (op.forward, call.of_forward(*call.leaves.values()))
+    if is_backward:
+        run_op, given = op.backward, call.of_backward(op.wanted(kind)[0])
     with pytest.raises(ValueError, match="expected memory behind its elements"):
-        run(call, freed(X.clone()))
+        run(lambda first: run_op(first, *given[1:])[0], freed(given[0]))
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_memory_freed_between_the_forward_of_an_op_and_its_backward(create_graph):
-    x = X.clone().requires_grad_()
-    y = FORWARD(x, None, None, None, 1, *NORM, 1.0, None, None, None)[0]
-    x.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="x: expected memory behind its elements"):
-        torch.autograd.grad(y, x, torch.ones_like(y), create_graph=create_graph)
+@of_each_op()
+def test_memory_freed_between_the_forward_of_an_op_and_its_backward(op, kind, create_graph):
+    call = op.make(kind)
+    for function in (call.by_op, call.public):
+        leaves = call.recorded()
+        leaves[0] = leaves[0].detach().clone().requires_grad_()
+        results = function(*leaves)
+        for each in (leaves[0], *results):  # the norm of a sum saves this, no x
+            each.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="^[xq]: expected memory behind its elements"):
+            torch.autograd.grad(results, leaves, call.dys, create_graph=create_graph)

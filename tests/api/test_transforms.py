@@ -1,16 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""rms_norm under torch.func: the reference, which "auto" takes there, does all that F.rms_norm does; torch.jit."""
+"""Ops under torch.func: PyTorch's operations, which run there, do what the formula does; torch.jit."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad, gradcheck
+from every_op import of_each_op
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tilegym_rmsnorm import RMSNorm, rms_norm
+from tilegym_rmsnorm import RMSNorm, qk_norm_rope, rms_norm
 from tilegym_rmsnorm.integrations import apex, liger, tilegym, transformer_engine
 
 N = 8
@@ -30,36 +31,89 @@ def leaf(tensor):
     return tensor.clone().requires_grad_()
 
 
-def gradient_of(function, tensor):
-    """Run backward through a transform, to a tensor recorded outside of it: such gradients were lost."""
-    tensor = leaf(tensor)
-    return torch.autograd.grad(function(tensor).sin().sum(), tensor)[0]
+ROWS = "input", "residual", "q", "k", "x"  # of leaves; the others are weights and biases
 
 
-TRANSFORMS = {
-    "vmap": lambda f: vmap(f)(X),
-    "vmap of vmap": lambda f: vmap(vmap(f))(X),
-    "vmap over the second dimension": lambda f: vmap(f, in_dims=1, out_dims=1)(X),
-    "grad": lambda f: grad(lambda x: f(x).sin().sum())(X),
-    "grad of vmap": lambda f: grad(lambda x: vmap(f)(x).sin().sum())(X),
-    "backward of vmap": lambda f: gradient_of(vmap(f), X),
-    "backward of vmap of vmap": lambda f: gradient_of(vmap(vmap(f)), X),
-    "backward of vmap over weights": lambda f: gradient_of(vmap(lambda weight: f(X, weight)), W),
-    "backward of vmap to a captured weight": lambda f: gradient_of(
-        lambda weight: vmap(lambda x: f(x, weight))(X), W[0]
+def stacked(tensors):
+    return [torch.stack([each, each.cos()]) for each in tensors]
+
+
+def loss(function):
+    return lambda *tensors: sum(each.sin().sum() for each in function(*tensors))
+
+
+def mapped(function, leaves, are_mapped):
+    """Map a function over batches of some of its leaves, by their names."""
+    given = [torch.stack([each, each.cos()]) if are_mapped(name) else each for name, each in leaves.items()]
+    return vmap(function, tuple(0 if are_mapped(name) else None for name in leaves))(*given)
+
+
+def recorded_outside(function, tensors):
+    """Run backward through a transform, to tensors recorded outside of it: such gradients were lost."""
+    tensors = [each.detach().clone().requires_grad_() for each in tensors]
+    return torch.autograd.grad(loss(function)(*tensors), tensors)
+
+
+def of_each_tangent(function, tensors):
+    """Forward mode of one tensor after the other."""
+    found = []
+    for i, each in enumerate(tensors):
+        with forward_ad.dual_level():
+            results = function(*tensors[:i], forward_ad.make_dual(each, each.cos()), *tensors[i + 1 :])
+            pairs = [(y, forward_ad.unpack_dual(y).tangent) for y in results]
+            found += [torch.zeros(y.shape).to(y) if tangent is None else tangent for y, tangent in pairs]
+    return found
+
+
+def linearized(function, tensors):
+    results, product = linearize(function, *tensors)
+    return results, product(*map(torch.cos, tensors))
+
+
+TRANSFORMS = {  # of a function, and of leaves by their names
+    "vmap": lambda f, **x: vmap(f)(*stacked(x.values())),
+    "vmap over rows": lambda f, **x: mapped(f, x, lambda name: name in ROWS),
+    "vmap over the first": lambda f, **x: mapped(f, x, lambda name: name == next(iter(x))),
+    "vmap over vectors": lambda f, **x: mapped(f, x, lambda name: name not in ROWS),
+    "vmap over the second dimension": lambda f, **x: vmap(f, 1, 1)(
+        *(torch.stack([each, -each], 1) for each in x.values())
     ),
-    "gradients of each sample": lambda f: vmap(grad(lambda w, x: f(x, w).sin().sum()), (None, 0))(W[0], X),
-    "vjp": lambda f: vjp(f, X, W[0])[1](X.cos()),
-    "jvp": lambda f: jvp(f, (X, W[0]), (X.cos(), W[1])),
-    "jacrev": lambda f: jacrev(f)(X[0]),
-    "jacfwd": lambda f: jacfwd(f)(X[0]),
-    "hessian": lambda f: hessian(lambda x: f(x).sin().sum())(X[0, 0]),
+    "vmap of vmap": lambda f, **x: vmap(vmap(f))(*stacked(stacked(x.values()))),
+    "grad": lambda f, **x: grad(loss(f), tuple(range(len(x))))(*x.values()),
+    "grad of vmap": lambda f, **x: grad(loss(vmap(f)))(*stacked(x.values())),
+    "backward of vmap": lambda f, **x: recorded_outside(vmap(f), stacked(x.values())),
+    "backward of vmap of vmap": lambda f, **x: recorded_outside(vmap(vmap(f)), stacked(stacked(x.values()))),
+    "backward of vmap to captured tensors": lambda f, **x: recorded_outside(
+        lambda *given: vmap(lambda scale: f(scale * given[0], *given[1:]))(torch.ones(2).to(given[0])),
+        x.values(),
+    ),
+    "gradients of each sample": lambda f, **x: vmap(grad(loss(f), tuple(range(len(x)))))(
+        *stacked(x.values())
+    ),
+    "vjp": lambda f, **x: vjp(f, *x.values())[1](f(*map(torch.cos, x.values()))),
+    "jvp": lambda f, **x: jvp(f, tuple(x.values()), tuple(map(torch.cos, x.values()))),
+    "tangents": lambda f, **x: of_each_tangent(f, tuple(x.values())),
+    "linearize": lambda f, **x: linearized(f, tuple(x.values())),
+    "jacrev": lambda f, **x: jacrev(f)(*x.values()),
+    "jacfwd": lambda f, **x: jacfwd(f)(*x.values()),
+    "hessian": lambda f, **x: hessian(loss(f))(*x.values()),
 }
+SMOOTH = "plain", "alpha", "weights of heads", "one tensor"
+of_smooth_kinds = of_each_op(lambda op: {name: op.smooth[name] for name in SMOOTH if name in op.smooth})
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_transforms_do_as_for_aten(transform):
-    torch.testing.assert_close(transform(ours), transform(theirs))
+@of_smooth_kinds
+@pytest.mark.parametrize("is_op", [False, True], ids=["function", "op"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_transforms_do_as_of_the_formula(name, is_op, op, kind):
+    """Where a call like it is known, too."""
+    call = op.make(kind)
+    function = call.by_op if is_op else call.public
+    for _ in range(2):
+        function(*call.leaves.values())
+    found, expected = (TRANSFORMS[name](each, **call.leaves) for each in (function, call.exact))
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_module_and_half_precision():
@@ -73,18 +127,20 @@ def test_a_module_and_half_precision():
     torch.testing.assert_close(dw, expected, rtol=2e-2, atol=2e-1)
 
 
+@pytest.mark.parametrize("backend", [None, "torch"])
 @pytest.mark.parametrize(
-    "transform", ["vmap", "grad", "grad of vmap", "gradients of each sample", "vjp", "jacrev"]
+    "name", ["vmap", "grad", "grad of vmap", "gradients of each sample", "vjp", "jacrev"]
 )
-def test_transforms_inside_torch_compile_do_as_for_aten(transform):
+@of_each_op(lambda op: {name: each for name, each in op.smooth.items() if name == "plain"})
+def test_transforms_inside_torch_compile_do_as_of_the_formula(name, backend, op, kind):
     """Their gradients were 0."""
     torch._dynamo.reset()
-
-    def norm(rows, weight=W[0]):
-        return rms_norm(rows, (N,), weight, EPS, backend="torch")
-
-    compiled = torch.compile(lambda: TRANSFORMS[transform](norm), backend="eager")
-    torch.testing.assert_close(compiled(), TRANSFORMS[transform](theirs))
+    call = op.make(kind)
+    run = torch.compile(
+        lambda: TRANSFORMS[name](lambda *given: call.public(*given, backend=backend), **call.leaves),
+        backend="eager",
+    )
+    torch.testing.assert_close(run(), TRANSFORMS[name](call.exact, **call.leaves))
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])
@@ -97,41 +153,6 @@ def test_a_tensor_that_is_not_transformed_among_some_that_are(needs_grad):
             for norm in (ours, theirs)
         )
         torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
-def test_linearize():
-    tangent = torch.randn_like(X)
-    (y, product), (expected, expected_product) = linearize(ours, X), linearize(theirs, X)
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(product(tangent), expected_product(tangent))
-
-
-@pytest.mark.parametrize("options", [{}, {"offset": 1.0}, {"bias": W[1]}, {"residual": X[1]}])
-def test_forward_mode_against_finite_differences(options):
-    """x and weight are recorded for autograd too, so that forward runs over backward."""
-
-    def norm(x, weight):
-        return rms_norm(x, (N,), weight, EPS, **options)
-
-    assert gradcheck(norm, (leaf(X[0]), leaf(W[0])), check_forward_ad=True, check_batched_forward_grad=True)
-
-
-@pytest.mark.parametrize("name", ["input", "weight", "bias", "residual"])
-def test_each_argument_may_be_the_one_with_a_tangent(name):
-    arguments = {"input": X[0], "weight": W[0], "bias": W[1], "residual": X[1]}
-    tangent = torch.randn_like(arguments[name])
-
-    def norm(argument):
-        return rms_norm(normalized_shape=(N,), eps=EPS, **{**arguments, name: argument})
-
-    with forward_ad.dual_level():
-        y, out = norm(forward_ad.make_dual(arguments[name], tangent))
-        tangents = tuple(forward_ad.unpack_dual(each).tangent for each in (y, out))
-    _, expected = jvp(norm, (arguments[name],), (tangent,))
-    torch.testing.assert_close(tangents[0], expected[0])
-    if name in ("input", "residual"):
-        torch.testing.assert_close(tangents[1], expected[1])
 
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
@@ -198,6 +219,7 @@ SCRIPTED = {
     "a forward of one's own": lambda: Halved(N),
     "a module that got the class": of_another_class,
     "the function": lambda: rms_norm,
+    "the rotation": lambda: qk_norm_rope,
     "a function that calls it": lambda: calling,
     "a module that calls it": lambda: Calling(),
     "Apex's": lambda: apex.FusedRMSNorm(N),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import helpers
 import pytest
 import torch
-from helpers import BF16, DEVICE, FP32, FP64
-from torch.func import functional_call, grad, jvp, vmap
+from helpers import BF16, DEVICE, FP32
+from torch.func import functional_call, jvp, vmap
 from variants import VARIANTS, Variant, check, check_residual_out, make, options
 
 from tilegym_rmsnorm import RMSNorm, rms_norm
@@ -67,36 +67,6 @@ def test_traced_by_torch_compile(name, compiler):
     results = {"x": "dx", "weight": "dw", "bias": "db", "residual": "d_residual"}
     gradients = {results[name]: leaf.grad for name, leaf in zip(names, leaves, strict=True)}
     check(variant, inputs, residual_out, **gradients)
-
-
-DOUBLE = {
-    "residual": Variant(FP64, (3, 4, 5), residual_dtype=FP64, alpha=0.5, bias_dtype=FP64),
-    "weights of heads": Variant(FP64, (3, 4, 5), "heads", residual_dtype=FP64),
-}
-
-
-@pytest.mark.parametrize("name", DOUBLE)
-def test_under_torch_func(name):
-    """grad, and vmap of it, against autograd one by one."""
-    variant = DOUBLE[name]
-    norm, tensors = call(variant, inputs := make(variant), "auto")
-    tensors = [tensor.double() for tensor in tensors]
-
-    def loss(*tensors):
-        y, residual_out = norm(*tensors)
-        return (y * inputs.dy).sum() + (residual_out**2).sum()
-
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    expected = torch.autograd.grad(loss(*leaves), leaves)
-    plain = [leaf.detach() for leaf in leaves]
-    found = grad(loss, argnums=tuple(range(len(plain))))(*plain)
-    torch.testing.assert_close(found, expected)
-    mapped = vmap(norm, in_dims=(0, *[None] * (len(plain) - 2), 0))(
-        torch.stack([plain[0], 2 * plain[0]]), *plain[1:-1], torch.stack([plain[-1], plain[-1]])
-    )
-    for index, factor in enumerate((1, 2)):
-        for one, other in zip(mapped, norm(factor * plain[0], *plain[1:]), strict=True):
-            torch.testing.assert_close(one[index], other)
 
 
 # How a call comes to be composed of PyTorch's operations: norm(x, residual), and a function that calls it so.

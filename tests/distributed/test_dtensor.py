@@ -1,61 +1,132 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""DTensors by the ops and, with backend="torch", by F.rms_norm: nothing is gathered, dw is Partial."""
+"""DTensors by the ops and, with backend="torch", by PyTorch's operations: nothing is gathered, gradients of weights are
+Partial."""
+
+import itertools
 
 import pytest
 import torch
+from every_op import OPS, each_op, of_each_op
+from helpers import FP32
+from processes import placed
+from rope_calls import case, ours
+from rope_cases import RopeCase
+from variants import Variant
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
-from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor  # noqa: E402
+from torch.distributed.tensor import Partial, Replicate, Shard, debug, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.experimental import implicit_replication  # noqa: E402
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module  # noqa: E402
 
 from tilegym_rmsnorm import RMSNorm, rms_norm  # noqa: E402
+from tilegym_rmsnorm.ops.rope import op as rope_op  # noqa: E402
 from tilegym_rmsnorm.routes import library_op  # noqa: E402
 
-OPTIONS = {
-    "as F.rms_norm": {},
-    "offset": {"offset": 1.0},
-    "llama": {"casting": "llama"},
-    "bias": {"bias": True},
-    "residual": {"residual": True},
+NORM, ROPE = Variant(FP32, (2, 6, 8)), RopeCase(n=8, rotary_dim=8)
+ROWS = {"T": {}, "BT": {"has_rows_of_batch": True}}
+KINDS = {
+    "rms_norm": {
+        "as F.rms_norm": NORM,
+        "offset": NORM._replace(offset=1.0),
+        "bfloat16": NORM._replace(dtype=torch.bfloat16),
+        "llama": NORM._replace(casting="llama"),
+        "bias": NORM._replace(bias_dtype=FP32),
+        "residual": NORM._replace(residual_dtype=FP32),
+        "weights of heads": NORM._replace(size=(2, 3, 4, 8), weight="heads"),
+    },
+    "qk_norm_rope": {
+        **{
+            f"{weight}, tables {rows}": ROPE._replace(weight=(weight, weight), **ROWS[rows])
+            for weight, rows in itertools.product(("vector", "heads", "none"), ROWS)
+        },
+        "positions": ROPE._replace(positions="each"),
+        "positions of 32 bits": ROPE._replace(positions="one", position_dtype=torch.int32),
+    },
+    "rms_norm_rope": {"one tensor": ROPE._replace(heads=(4, 0))},
 }
-
-
-def outcome(x, weight, name, bias=False, residual=False, **options):
-    """y, and the gradients of x and weight, of a sum as training has it."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    options |= {"bias": weight.detach()} if bias else {}
-    options |= {"residual": x.detach()} if residual else {}
-    y = rms_norm(x, (8,), weight, 1e-6, backend=name, **options)
-    y = y[0] if residual else y
-    y.sin().sum().backward()
-    return y, x.grad, weight.grad
-
-
-CASES = [
-    (torch.float32, Shard(0), "auto"),
-    (torch.float32, Shard(1), "torch"),
-    (torch.float32, Shard(2), "torch"),
+PLACED = [
+    pytest.param(op, kind, dim, id=f"{op.name}, {name}, {dim}")
+    for op in OPS
+    for name, kind in KINDS[op.name].items()
+    for dim in (*range(len(kind.size) - 1 if isinstance(kind, Variant) else 3), None)
 ]
-CASES += [(torch.float32, Replicate(), "auto"), (torch.bfloat16, Shard(1), "auto")]
 
 
-@pytest.mark.parametrize(("dtype", "placement", "name"), CASES)
-def test_values_and_placements(mesh, dtype, placement, name):
-    torch.manual_seed(0)
-    x, weight = torch.randn(2, 6, 8).to(dtype), torch.rand(8) + 0.5
-    tensors = distribute_tensor(x, mesh, [placement]), distribute_tensor(weight, mesh, [Replicate()])
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    for options in OPTIONS.values():
-        expected = outcome(x, weight, "torch", **options)
-        got = outcome(*tensors, name, **options)
-        assert got[0].placements == (placement,)
-        for one, other in zip(got, expected, strict=True):
-            torch.testing.assert_close(one.full_tensor(), other, rtol=tolerance, atol=tolerance)
+def sharded(call, mesh, dim):
+    """Return leaves as DTensors, and the placement of rows: sharded in `dim`, None for replicated."""
+    leaves, rows = call.recorded(), next(iter(call.leaves.values()))
+    placement = Replicate() if dim is None else Shard(dim)
+    of_heads = Shard(0) if dim == rows.ndim - 2 else Replicate()
+    places = [
+        placement if leaf.ndim == rows.ndim else of_heads if leaf.ndim == 2 else Replicate()
+        for leaf in leaves
+    ]
+    return placed(leaves, mesh, places), placement
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize(("op", "kind", "dim"), PLACED)
+def test_values_and_placements(mesh, op, kind, dim, backend):
+    call = op.make(kind, device="cpu")
+    tables = [call.fixed.values()]  # plain ones: replicated
+    if [each.ndim for each in call.fixed.values()] == [2, 2]:
+        tables.append([each[None] for each in call.fixed.values()])
+    for fixed in tables:
+        given, placement = sharded(call, mesh, dim)
+        with debug.CommDebugMode() as mode:
+            results = call.public(*given, *fixed, backend=backend)
+        assert mode.get_total_counts() == 0
+        assert all(each.placements == (placement,) for each in results)
+        gradients = torch.autograd.grad(results, given, placed(call.dys, mesh, [placement] * len(results)))
+        limit = 1e-2 if torch.bfloat16 in kind else 1e-5
+        for one, other in zip((*results, *gradients), call.both_passes(), strict=True):
+            torch.testing.assert_close(one.full_tensor().detach(), other, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@of_each_op(
+    lambda op: {
+        name: KINDS[op.name][name] for name in ("residual", "vector, tables T") if name in KINDS[op.name]
+    }
+)
+def test_one_result_alone(mesh, op, kind, create_graph):
+    call = op.make(kind, device="cpu")
+    for index in range(len(call.dys)):
+        found = []
+        for leaves in (call.recorded(), sharded(call, mesh, 1)[0]):
+            total = call.public(*leaves, *call.fixed.values())[index].sin().sum()
+            found.append(torch.autograd.grad(total, leaves, create_graph=create_graph, allow_unused=True))
+        want, got = found
+        assert [each is None for each in got] == [each is None for each in want]
+        for one, other in zip(got, want, strict=True):
+            if one is not None:
+                torch.testing.assert_close(one.full_tensor(), other)
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+@each_op
+def test_a_plain_tensor_is_named(mesh, op, backend):
+    """One, or several, beside DTensors."""
+    call = op.make(op.alike, device="cpu")
+    names = list(call.leaves)
+    for count in range(1, len(names)):
+        for plain in itertools.combinations(names, count):
+            given = [
+                each if name in plain else distribute_tensor(each, mesh, [Replicate()])
+                for name, each in call.leaves.items()
+            ]
+            other = next(name for name in names if name not in plain)
+            text = f"^{plain[0]}: expected a DTensor as {other} is, got a plain tensor of shape"
+            with pytest.raises(TypeError, match=text):
+                call.public(*given, *call.fixed.values(), backend=backend)
+    with implicit_replication():
+        results = call.public(*given, *call.fixed.values(), backend=backend)
+    for one, other in zip(results, call.public(*call.tensors), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
 
 
 @pytest.mark.parametrize("name", [None, "torch"])
@@ -96,18 +167,67 @@ def test_in_one_graph(mesh):
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
-def test_the_first_dtensor_may_be_any_argument_of_an_op(mesh, index, monkeypatch):
+@each_op
+def test_the_first_dtensor_may_be_any_argument_of_an_op(mesh, op, index, monkeypatch):
     """Under `implicit_replication` DTensor's engine takes plain tensors beside it, and asks for rules."""
     registered = []
     register = library_op._register_rules
     monkeypatch.setattr(library_op, "_register_rules", lambda: registered.append(True) or register())
-    given = [torch.randn(4, 8), torch.randn(4, 8), torch.rand(8), torch.rand(4, 1)]  # dy, x, weight, rstd
-    options = 1, 0.0, "once", 1.0, None, None, None, None, None
-    expected = torch.ops.tilegym_rmsnorm.rms_norm_backward(*given, None, 3, *options)
+    wanted = op.wanted(op.alike)[-1]
+    given = list(op.make(op.alike, device="cpu").of_backward(wanted))
+    expected = op.backward(*given)
+    index = [i for i, each in enumerate(given) if isinstance(each, torch.Tensor)][index]
     given[index] = distribute_tensor(given[index], mesh, [Replicate()])
     assert not registered
     with implicit_replication():
-        dx, dw, *_ = torch.ops.tilegym_rmsnorm.rms_norm_backward(*given, None, 3, *options)
+        results = op.backward(*given)
     assert registered
-    for one, other in zip((dx, dw), expected, strict=False):
-        torch.testing.assert_close(one.full_tensor(), other)
+    for one, other in zip(results, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one.full_tensor(), other)
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_the_norm_alone_is_rounded(mesh, backend):
+    tensors = case(dtype=torch.bfloat16, d=64, device="cpu")
+    sharded = [distribute_tensor(each, mesh, [Shard(1)]) for each in tensors[:2]]
+    vectors = [distribute_tensor(each, mesh, [Replicate()]) for each in tensors[2:4]]
+    got = ours(*sharded, *vectors, *tensors[4:], rope_rounding="norm", backend=backend)
+    for one, other in zip(got, ours(*tensors, rope_rounding="norm"), strict=True):
+        assert torch.equal(one.full_tensor(), other)
+
+
+def rules(count, *arguments):
+    """Placements of results and tensors, by the placement of q."""
+    found = {}
+    for results, given in rope_op._sharding_rules(count, arguments):
+        found[given[count - 2]] = results, given
+    return found
+
+
+def test_rules_of_the_forward():
+    q, k, q_weight, k_weight, cos, sin = case(weights="heads", tables="BT", device="cpu")
+    found = rules(2, q, k, q_weight, k_weight[0], cos, sin, None, *[None] * 7)
+    assert set(found) == {Replicate(), Shard(0), Shard(1), Shard(2)}
+    for placement, of_tables in ((Shard(0), Shard(0)), (Shard(1), Shard(1)), (Shard(2), Replicate())):
+        results, given = found[placement]
+        of_q_weight = Shard(0) if placement == Shard(2) else Replicate()
+        assert results == [placement, placement]
+        assert given[:7] == [placement, placement, of_q_weight, Replicate(), of_tables, of_tables, None]
+    flat = rules(2, q, k, None, None, cos[0], sin[0], None, *[None] * 7)
+    assert flat[Shard(1)][1][4] == Shard(0) and flat[Shard(0)][1][4] == Replicate()
+
+
+def test_rules_of_the_backward_sum_over_what_is_sharded():
+    q, k, q_weight, k_weight, cos, sin = case(weights="heads", device="cpu")
+    positions = torch.zeros(5, dtype=torch.int64)
+    given = q, k, q, k, q_weight, k_weight[0], cos, sin, positions, 3, *[None] * 7
+    found = rules(4, *given)
+    assert found[Replicate()][0][2:] == [Replicate(), Replicate()]
+    assert found[Shard(0)][0][2:] == [Partial(), Partial()]
+    assert found[Shard(1)][0][2:] == [Partial(), Partial()]
+    assert found[Shard(2)][0][2:] == [Shard(0), Partial()]
+    assert found[Shard(1)][1][6:9] == [Replicate(), Replicate(), Shard(0)]
+    only_k = rules(4, *given[:9], 2, *[None] * 7)
+    assert only_k[Shard(1)][0][2:] == [None, Partial()]
