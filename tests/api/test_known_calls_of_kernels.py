@@ -64,6 +64,22 @@ def test_the_bits_of_calls_that_passed_all_checks(op, kind, needs_grad, monkeypa
     assert_same_bits(known, expected)
 
 
+@each_op
+def test_a_tensor_that_is_another_kind_makes_another_call(op):
+    """By its strides, or that it requires a gradient."""
+    first = op.make(op.alike)
+    changes = (lambda t: torch.stack([t, t.cos()], -1)[..., 0], lambda t: t.detach().clone().requires_grad_())
+    for name in first.leaves:
+        for change in changes:
+            found, given = [], (first.leaves | first.fixed) | {name: change(first.leaves[name])}
+            for before in (first.tensors, given.values()):
+                known_calls.forget()
+                first.public(*before, backend="cutile")
+                found.append(first.public(*given.values(), backend="cutile"))
+            assert [each.requires_grad for each in found[0]] == [each.requires_grad for each in found[1]]
+            assert_same_bits(*found)
+
+
 def test_several_dimensions_are_known(checks):
     given = {"normalized_shape": (5, 8), "eps": 1e-5, "backend": "cutile"}
     for _ in range(2):
