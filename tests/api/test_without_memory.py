@@ -16,6 +16,7 @@ from tilegym_rmsnorm import BackendUnavailableError, rms_norm, rms_norm_backward
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.ops.norm import passes
 from tilegym_rmsnorm.ops.norm.op import KNOWN_FORWARDS
+from tilegym_rmsnorm.routes import known_calls
 
 X, W = torch.randn(3, 8), torch.rand(8) + 0.5
 KERNELS = ("cutile", "triton")

@@ -3,9 +3,9 @@
 
 """Add bias, residual and per-head weights around a kernel that has none of them, with PyTorch operations.
 
-`kernel` is a forward or backward (contract.py) that takes only rows (M, N) and a weight (N,) or None: no bias, residual
-or heads, but any dtypes of x, dy, weight and the results. Values between `kernel` and the operations here are float32
-(float64 beside float64), so that each result is rounded once, as by a kernel that does everything.
+`kernel` is a forward or backward (ops/norm/spec.py) that takes only rows (M, N) and a weight (N,) or None: no bias,
+residual or heads, but any dtypes of x, dy, weight and the results. Values between `kernel` and the operations here are
+float32 (float64 beside float64), so that each result is rounded once, as by a kernel that does everything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Arrange the tensors of a call in the shapes that backends take (contract.py): as views where possible, else copies.
+"""Arrange the tensors of a call in the shapes that backends take: as views where possible, else copies.
 
 All tensors of rows become (M, N). Or all become (B, T, H, N), where the leading dimensions of one of them are not
 evenly spaced: q and k as slices of one tensor, or a gradient that attention leaves transposed.
@@ -66,8 +66,8 @@ def packed(tensor: Tensor) -> Tensor:
 
 
 def views_of(n: int, heads: int, tensors: Sequence[Tensor | None]) -> list[View]:
-    """Arrange tensors of one shape, whose last dimensions hold n elements, as rows of one call (contract.py). heads: H
-    of a per-head weight, else 0."""
+    """Arrange tensors of one shape, whose last dimensions hold n elements, as rows of one call (ops/norm/spec.py). heads: H of a
+    per-head weight, else 0."""
     if not heads and all(each is None or _is_rows(each, n) for each in tensors):
         return [None if each is None else _view_of_rows(each, n) for each in tensors]
     present = [each for each in tensors if each is not None]
@@ -93,7 +93,7 @@ def arranged(
     shaped: Callable[[Any, Any], Any] | None,
     *wanted: Any,
 ) -> Callable[[Any], Any]:
-    """Bind the function of a backend for tensors like these, which `views` arranges for it. The result is a function of
+    """Bind the function of a backend for tensors like these, arranged by `views`. The result is a function of
     the tensors alone, which holds none of them.
 
     shaped: Gives results their shapes, from the tensors and the results; None: they have them.
@@ -101,14 +101,11 @@ def arranged(
     if not any(views):
         return bound(function, spec, tensors, *wanted)
     run: Any = None
-    of_first, is_first_alone = views[0], not any(views[1:])
+    of_first: Any = None if any(views[1:]) else views[0]
 
     def run_arranged(tensors: tuple[Any, ...]) -> Any:
         nonlocal run
-        if is_first_alone and of_first is not None:
-            given = of_first(tensors[0]), *tensors[1:]
-        else:
-            given = viewed(tensors, views)
+        given = viewed(tensors, views) if of_first is None else (of_first(tensors[0]), *tensors[1:])
         if run is None:  # bound here: to arrange tensors may copy them
             run = bound(function, spec, given, *wanted)
         results = run(given)

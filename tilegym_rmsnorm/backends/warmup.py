@@ -163,7 +163,8 @@ def warmup_rope(
     is_per_head = checked_bool("per_head", per_head)
     device = _cuda_device(device)
     _check_usable("warmup_rope", device, casting, n, dtype, weight_dtype, table_dtype)
-    from tilegym_rmsnorm.backends.cutile.host.warm import RopeCalls, warm
+    from tilegym_rmsnorm.backends.cutile.host.warm import warm
+    from tilegym_rmsnorm.backends.cutile.host.warm_rope import RopeCalls
 
     device, of_weight = _numbered(device), (weight_dtype, count, k_count, is_per_head)
     warm(device, RopeCalls(spec, dtype, *of_weight, table_dtype, columns, rows, position_dtype))

@@ -45,8 +45,7 @@ def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
 
 
 class Checked(NamedTuple):
-    """Checked arguments. tensors: x, weight, bias, residual of a forward; x, dy, weight, rstd, d_residual_out of a
-    backward; or those of another op. are_plain: every tensor is plain (tensors.py)."""
+    """Checked arguments. tensors: in the order of a backend. are_plain: every tensor is plain (tensors.py)."""
 
     names: tuple[str, ...]  # of the tensors, for error texts
     tensors: tuple[Any, ...]

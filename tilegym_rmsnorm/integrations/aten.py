@@ -354,10 +354,10 @@ def _may_copy(*tensors: Tensor | None) -> bool:
 def _bind_backward(
     tensors: BackwardTensors, call: Call, wanted: Wanted, needs_dx: bool
 ) -> Callable[[BackwardTensors], tuple[Tensor | None, Tensor | None]]:
-    run = passes.bind_backward(passes.with_flat_rstd(tensors), call, wanted)
+    run = passes.bind_backward(tensors, call, wanted)
 
     def run_known(tensors: BackwardTensors) -> tuple[Tensor | None, Tensor | None]:
-        dx, _, dw, _ = run(passes.with_flat_rstd(tensors))
+        dx, _, dw, _ = run(tensors)
         return (dx if needs_dx else None), dw
 
     return run_known

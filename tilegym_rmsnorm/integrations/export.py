@@ -11,7 +11,7 @@ from typing import Any
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.ops.norm import op  # noqa: F401 both define their ops
 from tilegym_rmsnorm.ops.rope import op as rope_op  # noqa: F401 both define their ops
-from tilegym_rmsnorm.routes import library_op  # noqa: F401 both define their ops
+from tilegym_rmsnorm.routes import library_op
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

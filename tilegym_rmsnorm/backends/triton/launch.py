@@ -101,7 +101,7 @@ def qk_norm_rope_backward(spec: RopeSpec, tensors: RopeBackwardTensors, wanted: 
 
 
 def launch_forward(config: ForwardConfig, spec: Spec, tensors: ForwardTensors) -> Outputs:
-    """A forward (contract.py) by these tiles."""
+    """A forward (spec.py of the op) by these tiles."""
     x, weight, bias, residual = tensors
     M, heads = _count(x), _heads(weight)
     y = torch.empty(x.shape, dtype=spec.y_dtype or x.dtype, device=x.device)
@@ -128,7 +128,7 @@ def launch_forward(config: ForwardConfig, spec: Spec, tensors: ForwardTensors) -
 def launch_backward(
     config: BackwardConfig, spec: Spec, tensors: BackwardTensors, wanted: Wanted
 ) -> Gradients:
-    """A backward (contract.py) by these tiles. The config of per-head weights is that of a head."""
+    """A backward (spec.py of the op) by these tiles. The config of per-head weights is that of a head."""
     x, _, weight, *_ = tensors
     vector = (spec.n,) if weight is None else tuple(weight.shape)
     columns = _heads(weight) * spec.n
@@ -185,7 +185,7 @@ def _launch_dx(
 
 
 def launch_rope_forward(config: RopeForwardConfig, spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
-    """A forward of `qk_norm_rope` (contract.py) by these tiles."""
+    """A forward of `qk_norm_rope` (spec.py of the op) by these tiles."""
     q, k, q_weight, k_weight, *_ = tensors
     q_out, k_out = _empty_like(q), _empty_like(k)
     programs = sum(
@@ -202,7 +202,7 @@ def launch_rope_forward(config: RopeForwardConfig, spec: RopeSpec, tensors: Rope
 def launch_rope_backward(
     config: RopeBackwardConfig, spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted
 ) -> RopeGradients:
-    """A backward of `qk_norm_rope` (contract.py) by these tiles."""
+    """A backward of `qk_norm_rope` (spec.py of the op) by these tiles."""
     dq_out, dk_out, q, k, q_weight, k_weight, *_ = tensors
     dq, dk = _empty_like(q), _empty_like(k)
     dws = [

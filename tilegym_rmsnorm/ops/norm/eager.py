@@ -57,14 +57,18 @@ def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[Forwar
         x, residual, weight, bias = tensors
         return run((x, weight, bias, residual))
 
-    record, more = _record, {}
-    if residual is not None:
-        record, more = (
-            _record_sum,
-            {"without_gradient": passes.sum_without_gradient, "backward": call.backward},
-        )
-    more |= {"returned": returned, "is_one": residual is None}
-    recording = passes.recording(run_recorded, tensors, call.spec.alpha, gradients, **more)
+    is_one = residual is None
+    recording = passes.recording(
+        run_recorded,
+        tensors,
+        call.spec.alpha,
+        gradients,
+        returned=returned,
+        is_one=is_one,
+        without_gradient=None if is_one else passes.sum_without_gradient,
+        backward=None if is_one else call.backward,
+    )
+    record = _record if is_one else _record_sum
 
     def run_and_record(tensors: ForwardTensors) -> Any:
         x, weight, bias, residual = tensors
@@ -126,7 +130,7 @@ def gradients(
     else:
         checked = checks.checked_saved(tensors, call, wanted)
         route = choose.route_of(checked, call.backend, wanted, is_by_autograd=True)
-        plain = passes.with_flat_rstd(checked.tensors) if route.name == choose.KERNELS else checked.tensors
+        plain = checked.tensors
     if route.name == choose.KERNELS:
 
         def bind_gradients(_: bool) -> Callable[[BackwardTensors], WantedGradients]:

@@ -171,9 +171,8 @@ def _db_alone(asked: CheckedCall) -> tuple[Tensor | None, ...] | None:
 def _bind_backward(
     tensors: BackwardTensors, call: Call, asked: CheckedCall
 ) -> Callable[[BackwardTensors], tuple[Tensor | None, ...]]:
-    run = passes.bind_backward(passes.with_flat_rstd(tensors), call, asked.wanted)
-    results_of = _results_of(asked)
-    return lambda tensors: results_of(run(passes.with_flat_rstd(tensors)))
+    run, results_of = passes.bind_backward(tensors, call, asked.wanted), _results_of(asked)
+    return lambda tensors: results_of(run(tensors))
 
 
 def _results_of(asked: CheckedCall) -> Callable[[Gradients], tuple[Tensor | None, ...]]:

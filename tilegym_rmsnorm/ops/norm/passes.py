@@ -88,13 +88,14 @@ def bind_backward(
     tensors: BackwardTensors, call: Call, wanted: Wanted
 ) -> Callable[[BackwardTensors], Gradients]:
     """Return a function of tensors like these that computes dx, d_residual, dw and db. dx and d_residual have x's
-    shape, dw has weight's, db is (N,) or (H, N). rstd is (M,), contiguous."""
-    x, dy, weight, _, d_residual_out = tensors
+    shape, dw has weight's, db is (N,) or (H, N). rstd has M elements."""
+    x, dy, weight, rstd, d_residual_out = tensors
     spec: Spec = call.spec
     if x.numel() == 0:
         return lambda tensors: _gradients_of_no_rows(tensors[0], tensors[2], spec.n, wanted)
     of_x, of_dy, of_d = views_of(spec.n, spec.heads, (x, dy, d_residual_out))
-    views = [of_x, of_dy, view_of_vector(weight, spec.n, spec.heads), None, of_d]
+    of_rstd = None if rstd.ndim == 1 and rstd.is_contiguous() else _flat
+    views = [of_x, of_dy, view_of_vector(weight, spec.n, spec.heads), of_rstd, of_d]
     return arranged(call.backward, spec, tensors, views, _shaped_gradients, wanted)
 
 
@@ -124,19 +125,16 @@ def forward(checked: Checked, call: Call) -> Outputs:
 
 
 def backward(checked: Checked, call: Call, wanted: Wanted) -> Gradients:
-    """Run a backward by itself, on any rstd of M elements. db has weight's shape, without a weight that of a row."""
-    tensors, weight = with_flat_rstd(checked.tensors), checked.tensors[2]
+    """Run a backward by itself. db has weight's shape, without a weight that of a row."""
+    tensors, weight = checked.tensors, checked.tensors[2]
     with unseen(call.backward):
         dx, d_residual, dw, db = bind_backward(tensors, call, wanted)(tensors)
     shape = checked.shape if weight is None else weight.shape
     return dx, d_residual, dw, None if db is None else db.view(shape)
 
 
-def with_flat_rstd(tensors: BackwardTensors) -> BackwardTensors:
-    x, dy, weight, rstd, d_residual_out = tensors
-    if rstd.ndim != 1 or not rstd.is_contiguous():
-        rstd = rstd.view(-1) if rstd.is_contiguous() else rstd.reshape(-1).contiguous()
-    return x, dy, weight, rstd, d_residual_out
+def _flat(rstd: Tensor) -> Tensor:
+    return rstd.view(-1) if rstd.is_contiguous() else rstd.reshape(-1).contiguous()
 
 
 def _outputs_of_no_rows(x: Tensor, spec: Spec) -> Outputs:

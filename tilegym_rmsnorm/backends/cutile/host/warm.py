@@ -3,9 +3,9 @@
 
 """Compiling ahead: calls of the few extents that together need every kernel that any extents need.
 
-cuda-tile compiles a kernel anew for an extent that is 1, a multiple of 16, or neither. Extents that vary are M, or B
-and T of rows (B, T, H, N), and P, the rows of dw_partial; of `qk_norm_rope` B, T, the rows of cos and sin or of
-position_ids, and P of q and of k. Which variant serves depends on the size class of M besides, or on whether T is 1.
+cuda-tile compiles a kernel anew for an extent that is 1, a multiple of 16, or neither. Of a norm the extents that vary
+are M, or B and T of rows (B, T, H, N), and P, the rows of dw_partial. Which variant serves depends on the size class of
+M besides.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.backends.cutile import launch
-from tilegym_rmsnorm.backends.cutile.host import norm, rope
-from tilegym_rmsnorm.backends.cutile.host.launcher import Description, Launcher, find, sms_of
+from tilegym_rmsnorm.backends.cutile.host import norm
+from tilegym_rmsnorm.backends.cutile.host.launcher import Description, Launcher, find
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
-from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, NO_END, SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Spec, Wanted
-from tilegym_rmsnorm.ops.rope.spec import RopeBackwardTensors, RopeSpec, RopeTensors, RopeWanted
 
 EPS = 1e-6
 PERIODS = 4  # times as many tiles of heads as blocks: `leads_to_warm`
@@ -117,90 +116,6 @@ class Calls(NamedTuple):
         return ()
 
 
-class RopeLead(NamedTuple):
-    """Extents that vary between calls, and whether tables do."""
-
-    b: int
-    t: int
-    has_rows_of_batch: bool  # each batch has rows of cos and sin, or positions, of its own
-
-
-class RopeCalls(NamedTuple):
-    """Properties that calls share, whatever their numbers of sequences and tokens."""
-
-    spec: RopeSpec
-    dtype: torch.dtype
-    weight: torch.dtype | None  # None: no weights
-    heads: int
-    k_heads: int  # 0 without k
-    per_head: bool
-    table: torch.dtype
-    columns: int  # of cos and sin
-    positions: int  # rows of cos and sin that position_ids choose from, 0 without position_ids
-    position_dtype: torch.dtype
-
-    def forward(self, device: torch.device, lead: RopeLead) -> RopeTensors:
-        """Make uninitialized tensors of a call."""
-        b, t, has_rows_of_batch = lead
-        batches = b if has_rows_of_batch else 1
-        n, each = self.spec.n, (self.heads, self.k_heads)
-        q, k = (empty((b, t, heads, n), self.dtype if heads else None, device) for heads in each)
-        shapes = ((heads, n) if self.per_head else (n,) for heads in each)
-        weights = (
-            empty(shape, self.weight if heads else None, device)
-            for shape, heads in zip(shapes, each, strict=True)
-        )
-        size = (self.positions or batches * t, self.columns)
-        cos, sin = (torch.empty(size, dtype=self.table, device=device) for _ in range(2))
-        positions = empty((batches, t), self.position_dtype if self.positions else None, device)
-        assert q is not None
-        return q, k, *weights, cos, sin, positions  # type: ignore[return-value]
-
-    def backward(self, device: torch.device, lead: RopeLead) -> list[RopeBackwardTensors]:
-        """Make tensors of its backward: the gradients have the shapes of q and k."""
-        q, k, *others = self.forward(device, lead)
-        return [(q, k, q, k, *others)]  # type: ignore[list-item]
-
-    @property
-    def wanted(self) -> RopeWanted:
-        """All gradients, as autograd asks for them."""
-        return RopeWanted(self.weight, self.weight if self.k_heads else None)
-
-    def leads(self, device: torch.device) -> list[RopeLead]:
-        """Return one call of each kind of arrays that any B and T have.
-
-        The long one of B and T goes through all numbers until every SM has a tile: up to there P is about the number of
-        tiles. Then it takes some beyond the few tiles that have one block an SM: P is of one kind for all of these
-        (`RopeTiles.walks_of`).
-        """
-        found: list[RopeLead] = []
-        for is_one_step, launcher in zip((True, False), self.launchers(device), strict=True):
-            if launcher is not None:
-                first, sms = launcher.plan.first, sms_of(launcher.machine)
-                starts = (1, sms + 1), (FEW_TILES * sms * first.rows_of_tile + 1, 16)
-                walked = _short_and_long(SHORT, starts, NO_END, self.heads + self.k_heads, first.rows)
-                leads = [RopeLead(*each, own) for each in walked for own in (False, True)]
-                kinds = functools.partial(kinds_of_rope, self, launcher)
-                found += first_of_each((lead for lead in leads if (lead.t == 1) == is_one_step), kinds)
-        return sorted(found)
-
-    def launchers(self, device: torch.device) -> list[Launcher | None]:
-        """Return the launchers of backwards of one step, and of more; None where such calls are composed."""
-        found, machine = [], machine_of(device)
-        for lead in (RopeLead(2, 1, True), RopeLead(2, 2, True)):
-            find(rope.FORWARD, machine, self.spec, self.forward(device, lead))
-            [tensors] = self.backward(device, lead)
-            found.append(find(rope.BACKWARD, machine, self.spec, tensors, self.wanted))
-        return found
-
-    def composed_of(self, device: torch.device) -> Iterator[Calls]:
-        """Yield the calls of rms_norm that around_rope.py makes, of q and of k."""
-        if None in self.launchers(device):
-            of_all = Calls(self.spec.n, self.dtype, self.weight, self.spec.casting, y=torch.float32)
-            for heads in {self.heads, self.k_heads} - {0}:
-                yield of_all._replace(heads=heads, per_head=self.per_head)
-
-
 def empty(shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device) -> Tensor | None:
     """Return an array that holds anything, None of no dtype."""
     return None if dtype is None else torch.empty(shape, dtype=dtype, device=device)
@@ -274,12 +189,12 @@ def _leads_of_heads(calls: Calls, rows: range, launchers: list[Launcher]) -> lis
         first, sm_count = launcher.plan.first, launcher.plan.problem.sm_count
         few = max(rows.start, FEW_TILES * sm_count * first.rows_of_tile + 1)
         starts = [(start, PERIODS * first.most_partial_rows(sm_count)) for start in (rows.start, few)]
-        walked += _short_and_long(SHORT[:3] + SHORT[-1:], starts, rows.stop, calls.heads, first.rows)
+        walked += short_and_long(SHORT[:3] + SHORT[-1:], starts, rows.stop, calls.heads, first.rows)
     kinds = functools.partial(_kinds_of, launchers, calls, functools.cache(_partial_rows))
     return sorted((*each, calls.heads) for each in first_of_each(walked, kinds))
 
 
-def _short_and_long(
+def short_and_long(
     shorts: Iterable[int], starts: Iterable[tuple[int, int]], stop: int, heads: int, height: int
 ) -> Iterator[tuple[int, int]]:
     """Yield B and T, of which one is short, with numbers of rows below `stop`; of the T of a tile, of `height` steps,
@@ -326,23 +241,6 @@ def _kinds_of(
 def kind_of(extent: int) -> str:
     """Say which of the extents that cuda-tile compiles for this one is."""
     return "one" if extent == 1 else "multiple of 16" if extent % 16 == 0 else "other"
-
-
-def kinds_of_rope(calls: RopeCalls, launcher: Launcher, lead: RopeLead) -> tuple[Any, ...]:
-    """Return the kinds of the extents, and of the one stride that is no multiple of a row's length: T, of positions,
-    which may fill 16 bytes."""
-    b, t, has_rows_of_batch = lead
-    batches = b if has_rows_of_batch else 1
-    kinds: list[Any] = [kind_of(b), kind_of(t)]
-    is_aligned = t * calls.position_dtype.itemsize % 16 == 0
-    kinds += [kind_of(batches), is_aligned] if calls.positions else [kind_of(batches * t)]
-    if calls.weight is not None:
-        leads = (b, t, calls.heads), (b, t, calls.k_heads) if calls.k_heads else None
-        walks = launcher.plan.first.walks_of(
-            leads, sms_of(launcher.machine), (calls.per_head, calls.per_head)
-        )
-        kinds += [kind_of(p) for _, p in walks]
-    return tuple(kinds)
 
 
 def first_of_each(values: Iterable[Any], kind: Callable[[Any], Any]) -> list[Any]:
