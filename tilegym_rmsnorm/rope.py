@@ -163,21 +163,21 @@ def _named(others: tuple[Any, ...]) -> dict[str, Any]:
 def _checked(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: str | None) -> RopeOutputs:
     """Run a call with all checks; Dynamo traces this. The result has None in the place of k_out where k is None."""
     checked = checked_rope(*tensors, **_named(others))
-    _, made_plain, _, spec, _ = checked
+    _, plain, _, spec, _ = checked
     route = route_of(checked, backend, is_differentiable=True)
     if route.name == UNTRACED:
         return _untraced_checked(tensors, others, route.call.backend)
     if route.name == OP:
-        return op.call_forward(made_plain, route.call)
+        return op.call_forward(plain, route.call)
     if route.name == OPERATIONS:
-        return rope_by_operations(made_plain, spec)
+        return rope_by_operations(plain, spec)
     return run_and_remember(
         KNOWN,
         lambda: known_call(tensors, others, backend),
         tensors,
-        made_plain,
+        plain,
         route.call.forward,
-        lambda is_kept: eager.bind(made_plain, route.call, is_kept),
+        lambda is_kept: eager.bind(plain, route.call, is_kept),
     )
 
 

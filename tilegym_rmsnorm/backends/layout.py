@@ -66,8 +66,8 @@ def packed(tensor: Tensor) -> Tensor:
 
 
 def views_of(n: int, heads: int, tensors: Sequence[Tensor | None]) -> list[View]:
-    """Arrange tensors of one shape, whose last dimensions hold n elements, as rows of one call (ops/norm/spec.py). heads: H of a
-    per-head weight, else 0."""
+    """Arrange tensors of one shape, whose last dimensions hold n elements, as rows of one call. heads: H of a per-head
+    weight, else 0."""
     if not heads and all(each is None or _is_rows(each, n) for each in tensors):
         return [None if each is None else _view_of_rows(each, n) for each in tensors]
     present = [each for each in tensors if each is not None]

@@ -39,6 +39,7 @@ Function = Callable[..., Any]
 _F = TypeVar("_F")
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
+_NOTHING_HIDDEN = contextlib.nullcontext()
 # "auto" does not take these for tensors off CUDA devices. There they run in interpreters: by name only, and while the
 # environment switches the interpreter on, which may change between calls.
 _BY_NAME_OFF_CUDA = ("cutile", "triton")
@@ -146,6 +147,15 @@ def is_reference(function: Callable[..., Any]) -> bool:
 
 def _is_of(backends: tuple[str, ...], function: Callable[..., Any]) -> bool:
     return any(function is _impls.get((op, backend)) for backend in backends for op in OPS)
+
+
+def unseen(function: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a block that hides dispatch modes while a kernel runs: a mode could wrap or replace the memory that the
+    kernel is about to fill. The reference is PyTorch's operations, which a mode may count, save or replace: for it
+    modes stay."""
+    if count_modes() == 0 or function is None or is_reference(function):
+        return _NOTHING_HIDDEN
+    return without_modes()
 
 
 def is_settled(function: Callable[..., Any], device: torch.device) -> bool:
@@ -288,15 +298,3 @@ def _describe(request: Request) -> str:
     width = "" if request.n is None else f" of {request.n} columns"
     rows = "" if request.is_aligned else ", rows that begin between multiples of 16 bytes"
     return f"{request.dtype} x{width} on {request.device}{rows}, {weight}{parts}{others}, casting {request.casting!r}"
-
-
-_NOTHING_HIDDEN = contextlib.nullcontext()
-
-
-def unseen(function: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a block that hides dispatch modes while a kernel runs: a mode could wrap or replace the memory that the
-    kernel is about to fill. The reference is PyTorch's operations, which a mode may count, save or replace: for it
-    modes stay."""
-    if count_modes() == 0 or function is None or is_reference(function):
-        return _NOTHING_HIDDEN
-    return without_modes()

@@ -49,15 +49,15 @@ def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def rstd_torch(x: Tensor, eps: float | None, dims: int) -> Tensor:
     """Compute rstd over the last `dims` dimensions, with an extent of 1 for each of them."""
-    return _rstd(x.to(compute_dtype(x.dtype)), eps, dims)
+    return rstd_of_wide(x.to(compute_dtype(x.dtype)), eps, dims)
 
 
-def _rstd(wide: Tensor, eps: float | None, dims: int) -> Tensor:
-    mean_square = wide.square().mean(dim=_last(dims), keepdim=True)
+def rstd_of_wide(wide: Tensor, eps: float | None, dims: int) -> Tensor:
+    mean_square = wide.square().mean(dim=last_dimensions(dims), keepdim=True)
     return torch.rsqrt(mean_square + (default_eps(wide.dtype) if eps is None else eps))
 
 
-def _last(dims: int) -> tuple[int, ...]:
+def last_dimensions(dims: int) -> tuple[int, ...]:
     return tuple(range(-dims, 0))
 
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tilegym_rmsnorm.backends.registry import unseen
-from tilegym_rmsnorm.routes.known_calls import KnownCalls, may_remember
+from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run, may_remember
 
 Tensors = tuple[Any, ...]
-Run = Callable[[Any], Any]  # a function of a call's tensors, which holds none of them
 
 
 def run_and_remember(

@@ -32,16 +32,16 @@ MOST_KEYS = 1024  # else calls that each have another shape would leak memory
 MOST_KINDS = 8  # of tensors, for one key
 _Key = tuple[Any, ...]
 _Call = tuple[_Key, list[Tensor]]  # the tensors that are given
-_Run = Callable[[Any], Any]
+Run = Callable[[Any], Any]  # a function of a call's tensors, which holds none of them
 
 
 class KnownCalls:
     """Functions to run, by the arguments of the calls that they were made for."""
 
     def __init__(self) -> None:
-        self._kinds: dict[_Key, tuple[tuple[Any, _Run], ...]] = {}  # guards, and the function
+        self._kinds: dict[_Key, tuple[tuple[Any, Run], ...]] = {}  # guards, and the function
 
-    def find(self, call: _Call | None) -> _Run | None:
+    def find(self, call: _Call | None) -> Run | None:
         """Find the function for a call; None: run all checks."""
         if call is None:
             return None
@@ -56,7 +56,7 @@ class KnownCalls:
         once = _each_once(call)
         return None if once is call else self.find(once)
 
-    def remember(self, call: _Call | None, run: _Run) -> None:
+    def remember(self, call: _Call | None, run: Run) -> None:
         """Keep a function, which holds no tensor, for calls like this one, which passed all checks."""
         if call is None or _TensorGuards is None:
             return

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.arithmetic import (
-    _last,
-    _rstd,
     compute_dtype,
     default_eps,
     joint_dtype,
+    last_dimensions,
     round_xhat,
     rounded_value,
+    rstd_of_wide,
     rstd_torch,
 )
 from tilegym_rmsnorm.call.spec import dtype_of
@@ -85,7 +85,7 @@ def forward_torch(tensors: ForwardTensors, spec: Spec, dims: int = 1) -> Outputs
         x = residual_out = total.to(dtype)
         # From the unrounded sum, so that the gradient of residual_out is not rounded on its way to the sum.
         wide = rounded_value(total, dtype).to(compute_dtype(dtype))
-    rstd = _rstd(wide, spec.eps, dims)
+    rstd = rstd_of_wide(wide, spec.eps, dims)
     dtype = joint_dtype(x, weight, bias)
     xhat = round_xhat(wide.to(dtype) * rstd.to(dtype), x.dtype, spec.casting)
     y = xhat if weight is None else xhat * (weight.to(dtype) + spec.offset)
@@ -128,7 +128,7 @@ def gradients_torch(tensors: BackwardTensors, spec: Spec, wanted: Wanted, dims: 
     dx: Any = None  # not None in a call, where dx is always wanted
     if wanted.dx is not None or wanted.d_residual is not None:
         g = dy if weight is None else dy * (weight.to(dtype) + spec.offset)
-        c = (xhat * g).mean(dim=_last(dims), keepdim=True)
+        c = (xhat * g).mean(dim=last_dimensions(dims), keepdim=True)
         d = (g - xhat * c) * rstd
         if d_residual_out is not None:
             d = d + d_residual_out.to(dtype)

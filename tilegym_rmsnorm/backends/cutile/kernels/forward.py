@@ -158,8 +158,7 @@ def load_columns_of_block(arrays, dtype, BLOCK, JOINT, PER_HEAD):
             )
         else:
             tiles = tuple(
-                ct.reshape(as_float32(weight_tile(arrays[0], tcolumns, k, EVEN)), (1, WIDTH))
-                for k in ct.static_iter(range(PIECES))
+                as_float32(weight_tile(arrays[0], tcolumns, k, EVEN)) for k in ct.static_iter(range(PIECES))
             )
     else:
         tiles = load_columns_at(arrays, place, SHAPE, PIECES, HOW, PER_HEAD)

@@ -14,7 +14,7 @@ import cuda.tile as ct
 
 from .rows import has_aligned_rows, load_rstd_tile, load_tile, store_sum_of_rows
 from .tiles import ZERO, as_float32
-from .weights import load_vector_tile
+from .weights import load_vector
 
 
 def rows_in(SHAPE):
@@ -136,7 +136,7 @@ def store_rstd_at(rstd, x, place, trstd, SHAPE):
 
 
 def load_columns_at(arrays, place, SHAPE, PIECES, HOW, PER_HEAD):
-    """The weight or bias in a tuple, as float32 tiles; () of (). Of (N,) a tile is (1, WIDTH); of (H, N), PER_HEAD,
+    """The weight or bias in a tuple, as float32 tiles; () of (). Of (N,) a tile is (WIDTH,); of (H, N), PER_HEAD,
     that of the heads there, (HEADS, WIDTH)."""
     _, HEADS, WIDTH = SHAPE
     _, TMA, DIVISOR = HOW
@@ -147,10 +147,15 @@ def load_columns_at(arrays, place, SHAPE, PIECES, HOW, PER_HEAD):
             for k in ct.static_iter(range(PIECES))
         )
     elif len(arrays) > 0:
-        tiles = tuple(
-            load_vector_tile(arrays[0], k, WIDTH, TMA, DIVISOR) for k in ct.static_iter(range(PIECES))
-        )
+        tiles = tuple(load_vector(arrays[0], k, WIDTH, TMA, DIVISOR) for k in ct.static_iter(range(PIECES)))
     return tiles
+
+
+def as_one_row(tile):
+    """A tile (WIDTH,) as (1, WIDTH); others as they are."""
+    if len(tile.shape) == 1:
+        tile = ct.reshape(tile, (1, tile.shape[0]))
+    return tile
 
 
 def beside_rows(tiles, SHAPE, PER_HEAD):
@@ -161,6 +166,8 @@ def beside_rows(tiles, SHAPE, PER_HEAD):
             ct.reshape(ct.broadcast_to(t[None, :, :], (ROWS, HEADS, WIDTH)), (ROWS * HEADS, WIDTH))
             for t in ct.static_iter(tiles)
         )
+    else:  # not before: an offset is added to a tile as it is loaded, or the compiler makes other machine code
+        tiles = tuple(as_one_row(t) for t in ct.static_iter(tiles))
     return tiles
 
 

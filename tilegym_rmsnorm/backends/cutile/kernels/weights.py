@@ -63,14 +63,19 @@ def bits_of(tile):
     return ct.bitcast(tile, ct.int32 if tile.dtype == ct.float32 else ct.int16)
 
 
-def load_vector_tile(array, j, WIDTH, TMA, DIVISOR):
-    """Tile j of a weight or bias, shape (1, WIDTH), as float32; how, `load_tile` says."""
+def load_vector(array, j, WIDTH, TMA, DIVISOR):
+    """Tile j of a weight or bias, shape (WIDTH,), as float32; how, `load_tile` says."""
     if has_aligned_rows(array, DIVISOR):
         tile = ct.load(array, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)
     else:
         tcolumns = j * WIDTH + ct.arange(WIDTH, dtype=ct.int32)
         tile = weight_tile(array, (tcolumns,), 0, False)
-    return ct.reshape(as_float32(tile), (1, WIDTH))
+    return as_float32(tile)
+
+
+def load_vector_tile(array, j, WIDTH, TMA, DIVISOR):
+    """Tile j of a weight or bias, shape (1, WIDTH), as float32."""
+    return ct.reshape(load_vector(array, j, WIDTH, TMA, DIVISOR), (1, WIDTH))
 
 
 def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
