@@ -20,6 +20,7 @@ from counting import META, Case, CountingMachine, counted_calls  # noqa: E402
 
 from tilegym_rmsnorm.backends import cutile, refusals  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.host import warm as warm_module  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import warm_rope  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -148,15 +149,15 @@ def test_every_kind_of_arrays_of_small_batches(monkeypatch, name, sm_count):
         calls = _calls_of(monkeypatch, CASES[name])
         launchers = calls.launchers(META)
 
-        def kinds(lead: warm_module.RopeLead) -> tuple:
-            return warm_module.kinds_of_rope(calls, launchers[lead.t > 1], lead)
+        def kinds(lead: warm_rope.RopeLead) -> tuple:
+            return warm_rope.kinds_of_rope(calls, launchers[lead.t > 1], lead)
 
         found = {kinds(lead) for lead in calls.leads(META)}
         sizes = itertools.product((*range(1, 70), 500), (*range(1, 70), 264, 2507, 4096), (False, True))
-        assert {kinds(warm_module.RopeLead(*each)) for each in sizes} <= found
+        assert {kinds(warm_rope.RopeLead(*each)) for each in sizes} <= found
 
 
-def _calls_of(monkeypatch: pytest.MonkeyPatch, case: Case) -> warm_module.RopeCalls:
+def _calls_of(monkeypatch: pytest.MonkeyPatch, case: Case) -> warm_rope.RopeCalls:
     seen = []
     monkeypatch.setattr(warm_module, "warm", lambda device, calls: seen.append(calls))
     tr.warmup_rope(case.width, **case.options, device="cuda:0")

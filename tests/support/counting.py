@@ -16,6 +16,7 @@ from compiling import CompilingMachine
 from tilegym_rmsnorm.backends import cutile, registry
 from tilegym_rmsnorm.backends.cutile import launch
 from tilegym_rmsnorm.backends.cutile.host import warm as warming
+from tilegym_rmsnorm.backends.cutile.host import warm_rope
 from tilegym_rmsnorm.backends.cutile.host.warm import Calls
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 
@@ -58,7 +59,7 @@ def _finer_than_a_signature(argument):
 @contextlib.contextmanager
 def running_on(machine: CountingMachine) -> Iterator[None]:
     """Calls of tensors of device "meta" run there."""
-    modules, real = (launch, warming), launch.machine_of
+    modules, real = (launch, warming, warm_rope), launch.machine_of
     for module in modules:
         module.machine_of = lambda device: machine
     try:
