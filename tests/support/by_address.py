@@ -3,7 +3,7 @@
 
 """A backend that reads and writes by address, as a kernel on a GPU does, for tests on a CPU.
 
-PyTorch does not know what it does, and it takes each array for what launcher.py and the kernels take it: x and dy have
+PyTorch does not know what it does, and it takes each array for what the host and the kernels take it: x and dy have
 any row stride, all else is packed. So a tensor that is no plain memory is wrong here as it would be on a GPU; only
 address 0, which ends a CUDA context, is an AssertionError.
 """

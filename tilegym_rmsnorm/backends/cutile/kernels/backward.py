@@ -23,7 +23,7 @@ dx needs one row at a time, dw all of them. So P tile blocks walk the rows (bloc
 write dx, and keep the sum of *their* rows of h * x in registers. Each writes that sum once, as row b of
 `dw_partial` (P x N, float32). `sum_partials` then adds the P rows in a fixed order and rounds once. Nothing is added by
 atomics: the order of every addition follows from indices alone, so dw has the same bits on every run. (Where P is 1
-there is nothing to add: launcher.py passes dw in the place of dw_partial.)
+there is nothing to add: host/norm.py passes dw in the place of dw_partial.)
 
 How a row is held decides the kernel; plans/ says which serves which shape:
 
@@ -114,7 +114,7 @@ def row_gradients(load, store, arrays, where, NUMBERS, PIECES, HOW, tahead=(), t
 
 def backward_rows(
     dx,  # (M, N): written
-    dw_partial,  # (P, N), float32: written. Where P is 1 launcher.py passes dw itself, of weight's dtype
+    dw_partial,  # (P, N), float32: written. Where P is 1 host/norm.py passes dw itself, of weight's dtype
     dy,  # (M, N), any row stride, or (B, T, H, N), any strides
     x,  # as dy
     weight,  # (N,)
@@ -191,7 +191,7 @@ def backward_tiles(
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,), or PER_HEAD (P * tiles along H,). Each row is PIECES tiles side by side (heads.py), and what lies
-    past the last row or column adds 0 to every sum. launcher.py returns PER_HEAD dw as (H, N), once `sum_partials` has
+    past the last row or column adds 0 to every sum. host/norm.py returns PER_HEAD dw as (H, N), once `sum_partials` has
     added the P rows of H * N.
 
     The next kernel is not let in early, because the compiler would have to keep the loop's stores on one side of that

@@ -157,7 +157,7 @@ def load_tile(array, index, shape, LATENCY, TMA, DIVISOR):
 
     Where rows do not begin at multiples of 16 bytes, `ct.load` puts a branch around every one or two elements, and
     waits at each; a gather does not. That is decided by N alone. Views whose rows begin elsewhere have the branches
-    (1160 bfloat16, 1161 apart, 67 loads and 45 branches in place of 6 and 7 on sm_90), unless launcher.py copies them.
+    (1160 bfloat16, 1161 apart, 67 loads and 45 branches in place of 6 and 7 on sm_90), unless host/norm.py copies them.
     """
     if has_aligned_rows(array, DIVISOR):
         tile = as_float32(ct.load(array, index, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
