@@ -28,6 +28,7 @@ VARIANTS = {
     "residual": Variant(BF16, residual_dtype=BF16),
     "residual without a weight": Variant(BF16, weight="none", residual_dtype=BF16, alpha=0.5),
     "weights of heads": Variant(BF16, weight="heads", size=(2, 8, 4, 0), layout="heads"),
+    "copied first": Variant(BF16, residual_dtype=BF16, layout="transposed"),
 }
 
 

@@ -21,6 +21,7 @@ from tilegym_rmsnorm import qk_norm_rope
 FORMS = {
     "plain": {},
     "rounded norm, positions of 32 bits": {"rope_rounding": "norm", "position_ids": torch.int32},
+    "copied first": {},  # q and k, since their last stride is not 1
 }
 
 
@@ -61,6 +62,8 @@ def main(surrounding: str, form: str, backend: str) -> None:
         tables = "positions"
         options["position_ids"] = torch.randint(303, (2, 300), device=DEVICE, dtype=options["position_ids"])
     tensors = rope_calls.case(t=300, hq=8, d=128, dtype=torch.bfloat16, tables=tables)
+    if form == "copied first":
+        tensors = *(each.mT.contiguous().mT for each in tensors[:2]), *tensors[2:]
     leaves, gradients = (
         [each.requires_grad_() for each in tensors[:4]],
         [torch.randn_like(t) for t in tensors[:2]],
