@@ -124,6 +124,16 @@ def test_auto_takes_the_first_usable_in_order(fake_backends):
         _chosen()
 
 
+def test_auto_skips_a_backend_without_the_op(fake_backends, caplog, monkeypatch):
+    del registry._impls["rms_norm_forward", AUTO_ORDER[0]]
+    monkeypatch.setattr(registry, "_told", set())
+    with caplog.at_level("INFO", logger="tilegym_rmsnorm"):
+        assert _chosen() == AUTO_ORDER[1]
+    assert f"not {AUTO_ORDER[0]}: has no rms_norm_forward" in caplog.text
+    with pytest.raises(BackendUnavailableError, match=f"'{AUTO_ORDER[0]}' has no rms_norm_forward"):
+        _chosen(AUTO_ORDER[0])
+
+
 def test_auto_skips_what_runs_on_a_cpu_by_name_only(fake_backends):
     assert _chosen(request=CUDA_REQUEST) == "cutile"
     assert _chosen(request=REQUEST) == "torch"

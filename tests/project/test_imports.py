@@ -35,9 +35,9 @@ LAYERS = (
     (f"{PACKAGE}.backends.layout", f"{PACKAGE}.backends.torch_reference"),
     (f"{PACKAGE}.backends.around_kernels", f"{PACKAGE}.backends.around_rope"),
     (f"{CUTILE}.host.launcher",),
-    (f"{CUTILE}.host.norm", f"{CUTILE}.host.rope"),
+    tuple(f"{CUTILE}.host.{op}" for op in OPS),
     (f"{CUTILE}.launch",),
-    (f"{CUTILE}.host.warm", f"{CUTILE}.tuning"),
+    (f"{CUTILE}.host", f"{CUTILE}.tuning"),
     (f"{PACKAGE}.backends",),
     # It decides and runs nothing: no route is below it.
     (f"{PACKAGE}.routes.choose",),
@@ -45,7 +45,7 @@ LAYERS = (
     tuple(f"{PACKAGE}.ops.{op}.{each}" for op in OPS for each in ("operations", "passes")),
     tuple(f"{PACKAGE}.ops.{op}.op" for op in OPS),
     (f"{PACKAGE}.ops",),
-    (f"{PACKAGE}.functional", f"{PACKAGE}.rope"),
+    (f"{PACKAGE}.functional", *(f"{PACKAGE}.{op}" for op in OPS)),
     (f"{PACKAGE}.nn",),
     # Its own file has public functions, which import an integration when they are called.
     (f"{PACKAGE}.integrations",),

@@ -3,8 +3,8 @@
 
 """Choose the backend that runs a forward or backward, and import and register the backends.
 
-"auto" takes the first backend of AUTO_ORDER (settings.py) that can run these tensors on this machine. A backend asked
-for by name runs or raises `BackendUnavailableError`; it never falls back to another.
+"auto" takes the first backend of AUTO_ORDER (settings.py) that has the op and can run these tensors on this machine. A
+backend asked for by name runs or raises `BackendUnavailableError`; it never falls back to another.
 
 contract.py defines a backend; docs/architecture.md says where one is added.
 """
@@ -269,9 +269,12 @@ def _first_usable(op: str, request: Request) -> tuple[str, str]:
             reasons.append(f"{backend}: runs on {request.device.type} by name only")
             continue
         unusable = why_unusable(backend, request)
-        if unusable is None:
+        if unusable is not None:
+            reasons.append(f"{backend}: {unusable.reason} (to mend it: {unusable.remedy})")
+        elif op not in _implemented_ops(backend):
+            reasons.append(f"{backend}: has no {op}")
+        else:
             return backend, "".join(f"; not {reason}" for reason in reasons)
-        reasons.append(f"{backend}: {unusable.reason} (to mend it: {unusable.remedy})")
     raise BackendUnavailableError(f"no backend can run {op} ({_describe(request)}). " + "; ".join(reasons))
 
 
