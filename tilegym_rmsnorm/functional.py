@@ -24,8 +24,8 @@ from tilegym_rmsnorm.ops.norm import checks, eager, op, operations, passes, refe
 from tilegym_rmsnorm.ops.norm.op import norm_in_graph
 from tilegym_rmsnorm.ops.norm.passes import KNOWN, OTHERS, norm_call
 from tilegym_rmsnorm.ops.norm.spec import Wanted, shape_of_rstd
-from tilegym_rmsnorm.routes.calls import run_and_remember
 from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
+from tilegym_rmsnorm.routes.known_calls import run_and_remember
 from tilegym_rmsnorm.settings import BackendName
 
 __all__ = [

@@ -18,8 +18,8 @@ from tilegym_rmsnorm.ops.rope.checks import checked_rope
 from tilegym_rmsnorm.ops.rope.op import rope_in_graph
 from tilegym_rmsnorm.ops.rope.passes import KNOWN, known_call, rope_by_operations
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS, RopeOutputs, RopeRounding
-from tilegym_rmsnorm.routes.calls import run_and_remember
 from tilegym_rmsnorm.routes.choose import OP, OPERATIONS, UNTRACED, route_of
+from tilegym_rmsnorm.routes.known_calls import run_and_remember
 from tilegym_rmsnorm.settings import BackendName
 
 __all__ = ["qk_norm_rope", "rms_norm_rope"]

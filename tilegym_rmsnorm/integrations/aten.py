@@ -33,8 +33,7 @@ from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, are_aligned, is_plain
 from tilegym_rmsnorm.ops.norm import passes, reference
 from tilegym_rmsnorm.ops.norm.op import bind_op_forward
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, Spec, Wanted, shape_of_rstd
-from tilegym_rmsnorm.routes.calls import run_and_remember
-from tilegym_rmsnorm.routes.known_calls import shared
+from tilegym_rmsnorm.routes.known_calls import run_and_remember, shared
 from tilegym_rmsnorm.settings import KERNEL_BACKENDS, get_current_backend
 
 ATEN_FORWARD, ATEN_BACKWARD = "_fused_rms_norm", "_fused_rms_norm_backward"

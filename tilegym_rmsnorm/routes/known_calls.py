@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm import settings
-from tilegym_rmsnorm.backends.registry import is_settled
+from tilegym_rmsnorm.backends.registry import is_settled, unseen
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, is_plain
 from tilegym_rmsnorm.call.watched import is_watched
 
@@ -81,6 +81,35 @@ def forget() -> None:
     """Empty the shared caches, so that every call passes all checks once more."""
     for calls in _SHARED:
         calls._kinds.clear()
+
+
+def run_and_remember(
+    known: KnownCalls | None,
+    describe: Callable[[], Any],
+    given: tuple[Any, ...],
+    tensors: tuple[Any, ...],
+    function: Callable[..., Any] | None,
+    bind: Callable[[bool], Run],
+) -> Any:
+    """Run a call that passed all checks, remember it, and return its results.
+
+    Args:
+        known: Remembers it; None: nothing does.
+        describe: Describes the call for `known`.
+        given: Its tensors, as the caller gave them.
+        tensors: As the checks made them.
+        function: The backend's.
+        bind: Returns the function to run. It is told whether that is kept for other calls.
+    """
+    described = None
+    if known is not None and may_remember(given, tensors, function):
+        described = describe()
+    with unseen(function):
+        run = bind(described is not None)
+        results = run(tensors)
+    if known is not None:
+        known.remember(described, run)
+    return results
 
 
 def may_remember(

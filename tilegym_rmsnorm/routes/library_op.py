@@ -31,8 +31,7 @@ from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import is_dtensor, is_plain
 from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import is_recorded
-from tilegym_rmsnorm.routes.calls import run_and_remember
-from tilegym_rmsnorm.routes.known_calls import KnownCalls
+from tilegym_rmsnorm.routes.known_calls import KnownCalls, run_and_remember
 from tilegym_rmsnorm.settings import get_current_backend
 
 NAMESPACE = "tilegym_rmsnorm"

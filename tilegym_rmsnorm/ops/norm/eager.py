@@ -33,9 +33,9 @@ from tilegym_rmsnorm.ops.norm.spec import (
     shape_of_rstd,
     wanted_of,
 )
-from tilegym_rmsnorm.routes import calls, choose
+from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, apply_of, is_recorded
-from tilegym_rmsnorm.routes.known_calls import KnownCalls
+from tilegym_rmsnorm.routes.known_calls import KnownCalls, run_and_remember
 
 
 def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[ForwardTensors], Any]:
@@ -137,7 +137,7 @@ def gradients(
             run = passes.bind_backward(plain, route.call, wanted)
             return lambda tensors: as_needed(needs, run(tensors), bias_shape)
 
-        return calls.run_and_remember(
+        return run_and_remember(
             backwards, lambda: described, tensors, plain, route.call.backward, bind_gradients
         )
     if wanted.dx is not None:

@@ -16,9 +16,9 @@ from tilegym_rmsnorm.call.watched import is_traced
 from tilegym_rmsnorm.ops.rope import op, passes
 from tilegym_rmsnorm.ops.rope.checks import checked_rope_backward
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS, RopeGradients, RopeWanted
-from tilegym_rmsnorm.routes import calls, choose
+from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import apply_of, is_recorded
-from tilegym_rmsnorm.routes.known_calls import KnownCalls
+from tilegym_rmsnorm.routes.known_calls import KnownCalls, run_and_remember
 
 _record = apply_of(op.RopeFunction)
 
@@ -50,7 +50,7 @@ def _gradients(
         return op.call_backward(checked.tensors, route.call, wanted)
     if route.name == choose.OPERATIONS:
         return passes.rope_gradients_by_operations(checked.tensors, call.spec, wanted)
-    return calls.run_and_remember(
+    return run_and_remember(
         backwards,
         lambda: described,
         tensors,
