@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Backend "cutile": a call by the kernels that take it (host/), or else composed around kernels of simpler calls.
+"""Register the functions of backend "cutile": each binds the kernels that take a call (host/). A call that none takes
+is computed by PyTorch's operations around a kernel of a simpler call.
 
 With TILEGYM_RMSNORM_INTERPRET=1 CPU tensors take the same path and the interpreter runs the kernels.
 """

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The second kernel of a backward: dw, and db, from the partial rows that the first kernel leaves (backward.py)."""
+"""The last kernel of a backward: dw, and db, from the partial rows that the kernel before it leaves (backward.py)."""
 
 import cuda.tile as ct
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The backward of rows too wide for registers, where neither backward_split nor a team serves. The mathematics is that
-of backward.py.
+"""Two kernels for the backward of rows too wide for registers, where neither backward_split nor a team of blocks
+serves: each reads x and dy once. The mathematics is that of backward.py.
 
     backward_means    dx and dw by two passes over x and dy, 10 bytes an element in bfloat16 instead of 6: c of every
     backward_strips   row, then strips of columns

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Loads of the weight for the tiles that it multiplies: with x, or behind a reduction of x (forward.py)."""
+"""Load weight and bias, with x or only once x is reduced (forward.py), and add the offset to the weight."""
 
 import cuda.tile as ct
 

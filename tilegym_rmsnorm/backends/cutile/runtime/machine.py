@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Machines for kernels: a CUDA device or, for CPU tensors, the interpreter. launcher.py does not know which."""
+"""Allocate and launch on a device: a CUDA device, or for CPU tensors the interpreter. launcher.py does not know
+which."""
 
 from __future__ import annotations
 
