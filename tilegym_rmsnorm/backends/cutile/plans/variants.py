@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Define a frozen dataclass for each kernel: its settings as fields, those that it uses and no others; the calls that it
-serves; its grid, constants and temporary arrays."""
+"""Define a frozen dataclass for each kernel: its settings as fields, those that it uses and no others; the calls that
+it serves; its grid, constants and temporary arrays."""
 
 from __future__ import annotations
 
