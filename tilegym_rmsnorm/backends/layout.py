@@ -101,11 +101,16 @@ def arranged(
     if not any(views):
         return bound(function, spec, tensors, *wanted)
     run: Any = None
-    of_first: Any = None if any(views[1:]) else views[0]
+    viewing = [i for i, view in enumerate(views) if view is not None]
+    first, is_alone = viewing[0], len(viewing) == 1
+    of_one: Any = views[first]
 
     def run_arranged(tensors: tuple[Any, ...]) -> Any:
         nonlocal run
-        given = viewed(tensors, views) if of_first is None else (of_first(tensors[0]), *tensors[1:])
+        if is_alone:  # 1 us less than `viewed`
+            given = (*tensors[:first], of_one(tensors[first]), *tensors[first + 1 :])
+        else:
+            given = viewed(tensors, views)
         if run is None:  # bound here: to arrange tensors may copy them
             run = bound(function, spec, given, *wanted)
         results = run(given)

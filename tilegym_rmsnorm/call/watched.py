@@ -8,9 +8,9 @@ kernel would be missing from the graph, or from the gradient, without an error. 
 every call, so it must be cheap; the other functions tell them apart.
 
 `is_watched` counts all dispatch modes: add one of PyTorch's that records calls to _TRACING_MODES alone. Add anything
-else to `is_watched` and `why_not_here`; and to `makes_graph` if a library op can replace the call, to `is_transformed`
-if none can. `why_transformed` (routes/choose.py) names transforms in which PyTorch's operations run whatever backend
-was named.
+else to `is_watched` and `why_not_here`; to `makes_graph` if a library op can replace the call, to `is_transformed` if
+none can; and to `counts_without_grad` if its graph may be differentiated though grad is off now. `why_transformed`
+(routes/choose.py) names transforms in which PyTorch's operations run whatever backend was named.
 
 Functionalization replaces in-place operations by new tensors: AOTAutograd traces with it. The PreDispatch key is
 included while make_fx or torch.export trace above autograd.

@@ -96,7 +96,8 @@ def bind_backward(
     of_x, of_dy, of_d = views_of(spec.n, spec.heads, (x, dy, d_residual_out))
     of_rstd = None if rstd.ndim == 1 and rstd.is_contiguous() else _flat
     views = [of_x, of_dy, view_of_vector(weight, spec.n, spec.heads), of_rstd, of_d]
-    return arranged(call.backward, spec, tensors, views, _shaped_gradients, wanted)
+    has_shapes = of_x is None and (weight is None or weight.ndim == 1)
+    return arranged(call.backward, spec, tensors, views, None if has_shapes else _shaped_gradients, wanted)
 
 
 def _shaped_outputs(tensors: ForwardTensors, outputs: Outputs) -> Outputs:
