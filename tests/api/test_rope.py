@@ -18,7 +18,6 @@ from rope_calls import both_passes, case, ours
 from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.layout import viewed
-from tilegym_rmsnorm.ops.rope import eager as rope_eager
 from tilegym_rmsnorm.ops.rope import passes as rope_passes
 from tilegym_rmsnorm.ops.rope.passes import rope_views
 from tilegym_rmsnorm.ops.rope.spec import RopeWanted
@@ -211,13 +210,13 @@ def test_positions_mapped_over_a_batch(dtype):
 
 def test_only_the_weights_gradients_that_are_needed_are_computed(monkeypatch):
     q, k, q_weight, k_weight, cos, sin = case()
-    asked = []
+    asked, bind = [], rope_passes.bind_backward
 
-    def gradients(call, backwards, tensors, wanted):
+    def noted(tensors, call, wanted):
         asked.append(wanted)
-        return rope_passes.rope_gradients_by_operations(tensors, call.spec, wanted)
+        return bind(tensors, call, wanted)
 
-    monkeypatch.setattr(rope_eager, "_gradients", gradients)
+    monkeypatch.setattr(rope_passes, "bind_backward", noted)
     known_calls.forget()
     q_out, _ = ours(q, k, q_weight.requires_grad_(), k_weight, cos, sin)
     q_out.sum().backward()

@@ -21,7 +21,7 @@ from rope_cases import RopeCall, RopeCase, check_forward, check_gradients, make
 from torch import Tensor
 
 from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope, rope
-from tilegym_rmsnorm.ops.rope import eager as rope_eager
+from tilegym_rmsnorm.ops.rope import op as rope_op
 from tilegym_rmsnorm.ops.rope.op import FORWARD
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS
 
@@ -171,7 +171,7 @@ def test_values(backend, number, monkeypatch):
     if case["route"] == "known":
         settle_interpreters(monkeypatch)
         run(case, made(case, seed + 1), backend)
-        for owner, name in ((rope, "checked_rope"), (rope_eager, "checked_rope_backward")):
+        for owner, name in ((rope, "checked_rope"), (rope_op, "checked_rope_backward")):
             monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("not a known call"))
     outputs, gradients = run(case, call, backend)
     check_forward(call, outputs["q_out"], outputs.get("k_out"))

@@ -29,7 +29,6 @@ from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.ops.norm import checks as norm_checks
 from tilegym_rmsnorm.ops.norm import eager as norm_eager
 from tilegym_rmsnorm.ops.norm import op as norm_op
-from tilegym_rmsnorm.ops.rope import eager as rope_eager
 from tilegym_rmsnorm.ops.rope import op as rope_op
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS
 from tilegym_rmsnorm.routes import known_calls
@@ -230,7 +229,6 @@ _ROPE = Op(
     lambda case: range(4),
     (
         (rope, "checked_rope"),
-        (rope_eager, "checked_rope_backward"),
         (rope_op, "checked_rope"),
         (rope_op, "checked_rope_backward"),
     ),

@@ -30,8 +30,8 @@ from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import is_dtensor, is_plain
 from tilegym_rmsnorm.routes import choose
-from tilegym_rmsnorm.routes.autograd import is_recorded
-from tilegym_rmsnorm.routes.known_calls import KnownCalls, run_and_remember
+from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording, is_recorded
+from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run, run_and_remember
 from tilegym_rmsnorm.settings import get_current_backend
 
 NAMESPACE = "tilegym_rmsnorm"
@@ -73,24 +73,35 @@ class LibraryOp:
     rules: Callable[..., Any]  # placements of results and arguments on one dimension of a mesh
     # The results of a call for which no backend is asked; None: a backend is.
     without_backend: Callable[[CheckedCall], Any] = lambda _: None
-    record: Callable[..., Any] | None = (
-        None  # runs the op as autograd differentiates it; None: `by_operations` does
-    )
+    # How autograd records a forward, from a function of its tensors that runs the op, its tensors and its options, of
+    # which the backend is the one in effect. None: autograd differentiates `by_operations`.
+    recording: Callable[[Run, Tensors, Options], Recording] | None = None
+    node: type[RecordedFunction] = RecordedFunction
     map: Callable[..., Any] | None = None  # for vmap; None: `one_by_one`
+
+    @functools.cached_property
+    def overload(self) -> Any:
+        return getattr(torch.ops.tilegym_rmsnorm, self.name).default
+
+
+def call(op: LibraryOp, tensors: Tensors, options: Options) -> Any:
+    """Call a library op."""
+    register_sharding(tensors)
+    return op.overload(*tensors, *options)
 
 
 def define(op: LibraryOp) -> Any:
     """Define a library op. Return its overload, which callers call."""
     assert not _register_rules.cache_info().currsize, "DTensor's engine would not know the op"
     library.define(op.name + op.schema)
-    overload = getattr(torch.ops.tilegym_rmsnorm, op.name).default
+    overload = op.overload
     _find_known_first(overload, functools.partial(_run_known, op))
     transformed = functools.partial(_transformed, op)
     library.impl(op.name, functools.partial(_run, op), "CompositeExplicitAutograd")
     torch.library.register_fake(
         f"{NAMESPACE}::{op.name}", lambda *arguments: op.for_fakes(op.check(*arguments)), lib=library
     )
-    library.impl(op.name, functools.partial(_differentiated, op, overload), "Autograd")
+    library.impl(op.name, functools.partial(_differentiated, op), "Autograd")
     mapped = op.map or functools.partial(one_by_one, overload)
     torch.library.register_vmap(f"{NAMESPACE}::{op.name}", mapped, lib=library)
     # torch.jit.trace cannot take an op whose results may be None. Neither can the older vmap, by which
@@ -143,21 +154,33 @@ def _run(op: LibraryOp, *arguments: Any) -> Any:
     )
 
 
-def _differentiated(op: LibraryOp, overload: Any, *arguments: Any) -> Any:
+def _differentiated(op: LibraryOp, *arguments: Any) -> Any:
     """Run an op at the dispatch key Autograd."""
     tensors = arguments[: op.count]
     register_sharding(tensors)
     if choose.why_transformed(*tensors) is not None:
         return _transformed(op, *arguments)
     if is_recorded(*tensors):
-        return _transformed(op, *arguments) if op.record is None else op.record(*arguments)
+        return _transformed(op, *arguments) if op.recording is None else _recorded(op, *arguments)
     # Not below autograd: the next call like this one looks for it with the dispatch keys of here. No mode and no
     # subclass stands between this rule and the op's own implementation: run that, past a kernel that somebody else
     # registered for a device.
     if not watched.is_watched() and all(each is None or is_plain(each) for each in tensors):
         return _run(op, *arguments)
     with below_autograd():
-        return overload(*arguments)
+        return op.overload(*arguments)
+
+
+def _recorded(op: LibraryOp, *arguments: Any) -> Any:
+    tensors, (*numbers, backend) = arguments[: op.count], arguments[op.count :]
+
+    def run(tensors: Tensors) -> Any:
+        with below_autograd():
+            return op.overload(*tensors, *numbers, backend)
+
+    assert op.recording is not None
+    recording = op.recording(run, tensors, (*numbers, _backend_in_effect(backend, tensors[0])))
+    return op.node.apply(recording, *tensors)
 
 
 def _transformed(op: LibraryOp, *arguments: Any) -> Any:
@@ -183,7 +206,7 @@ def one_by_one(overload: Any, info: Any, in_dims: tuple[int | None, ...], *argum
     return results, tuple(None if each is None else 0 for each in results)
 
 
-def backend_in_effect(backend: str | None, x: Tensor) -> str | None:
+def _backend_in_effect(backend: str | None, x: Tensor) -> str | None:
     """Return the backend of a gradient: autograd's threads do not see `use_backend`. In a graph that is being made None
     stays, for the backend in effect at each run."""
     if backend is not None or watched.makes_graph() or choose.why_recorded({"x": x}) is not None:

@@ -48,8 +48,8 @@ from tilegym_rmsnorm.ops.norm.spec import (
     wanted_of,
 )
 from tilegym_rmsnorm.routes import choose, library_op
-from tilegym_rmsnorm.routes.autograd import RecordedFunction
-from tilegym_rmsnorm.routes.known_calls import shared
+from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
+from tilegym_rmsnorm.routes.known_calls import Run, shared
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options
 from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
@@ -233,19 +233,14 @@ class _ForwardOfOp(RecordedFunction):
     differentiable again."""
 
 
-def _record_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Any:
-    def run(tensors: tuple[Any, ...]) -> Outputs:
-        with library_op.below_autograd():
-            return FORWARD(*tensors, *options)
-
-    dims, eps, offset, casting, alpha, *_ = options
-    call = Call(Spec(0, eps, offset, casting, alpha), library_op.backend_in_effect(options[-1], x))
-    dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
+def _recording(run: Run, tensors: tuple[Any, ...], options: Options) -> Recording:
+    x, residual, weight, bias = tensors
+    dims, eps, offset, casting, alpha, *_, backend = options
+    call = Call(Spec(0, eps, offset, casting, alpha), backend)
+    dtypes, bias_shape = tuple(map(dtype_of, tensors)), () if bias is None else bias.shape
     gradients = functools.partial(_gradients_of_op, call, dims, dtypes, bias_shape)
-    recorded = passes.recording(
-        run, (x, weight, bias, residual), alpha, gradients, without_gradient=_without_gradient
-    )
-    return _ForwardOfOp.apply(recorded, x, residual, weight, bias)
+    given = x, weight, bias, residual
+    return passes.recording(run, given, alpha, gradients, without_gradient=_without_gradient)
 
 
 def _without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
@@ -303,7 +298,8 @@ FORWARD = library_op.define(
         for_fakes=_outputs_for_fakes,
         by_operations=_outputs_by_operations,
         rules=sharding.rules_of_forward,
-        record=_record_forward,
+        recording=_recording,
+        node=_ForwardOfOp,
         map=_map_forward,
     )
 )

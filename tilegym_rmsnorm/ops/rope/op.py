@@ -13,7 +13,6 @@ replicated and per-head weights sharded; cos and sin are sharded along the seque
 
 from __future__ import annotations
 
-import functools
 from operator import itemgetter
 from typing import Any
 
@@ -30,12 +29,11 @@ from tilegym_rmsnorm.ops.rope.spec import (
     ROPE_OPTIONS,
     RopeGradients,
     RopeOutputs,
-    RopeWanted,
-    bits_of,
     wanted_of,
 )
-from tilegym_rmsnorm.routes import choose, known_calls, library_op
-from tilegym_rmsnorm.routes.autograd import RecordedFunction
+from tilegym_rmsnorm.routes import gradients, known_calls, library_op
+from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
+from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, Tensors
 from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
@@ -57,14 +55,15 @@ SCHEMAS = {
 
 def call_forward(tensors: tuple[Any, ...], call: Call) -> RopeOutputs:
     """Call the forward op on the tensors of a checked forward."""
-    library_op.register_sharding(tensors)
-    return FORWARD(*tensors, *call.spec[1:], call.backend)
+    return library_op.call(FORWARD_OP, tensors, (*call.spec[1:], call.backend))
 
 
-def call_backward(tensors: tuple[Any, ...], call: Call, wanted: RopeWanted) -> RopeGradients:
-    """Call the backward op on the tensors of a checked backward. Gradients of weights have the weights' dtypes."""
-    library_op.register_sharding(tensors)
-    return BACKWARD(*tensors, bits_of(wanted), *call.spec[1:], call.backend)
+def gradients_of(
+    call: Call, known: KnownCalls | None, tensors: tuple[Any, ...], wanted: int
+) -> RopeGradients:
+    """Compute the gradients of an eager call, of the weights where `wanted` has their bits, in the weights' dtypes.
+    tensors: of a backward."""
+    return gradients.of_call(BACKWARD_OP, known, tensors, (wanted, *call.spec[1:], call.backend))
 
 
 def _known_backward(tensors: Tensors, options: Options) -> Any:
@@ -105,22 +104,11 @@ class RopeFunction(RecordedFunction):
     """Normalized and rotated heads, with a gradient."""
 
 
-def _record_forward(*arguments: Any) -> Any:
-    tensors, options = arguments[:7], arguments[7:]
-    spec = _check_forward(*arguments).checked.spec
-    call = Call(spec, library_op.backend_in_effect(options[-1], tensors[0]))
-
-    def run(tensors: Tensors) -> RopeOutputs:
-        with library_op.below_autograd():
-            return FORWARD(*tensors, *options)
-
-    return RopeFunction.apply(passes.recording(run, functools.partial(_gradients_of_op, call)), *tensors)
-
-
-def _gradients_of_op(call: Call, tensors: Tensors, wanted: RopeWanted) -> RopeGradients:
-    if choose.why_create_graph() is None:
-        return call_backward(tensors, call, wanted)
-    return passes.rope_gradients_by_operations(tensors, call.spec, wanted)
+def _recording(run: Run, tensors: Tensors, options: Options) -> Recording:
+    _check_forward(*tensors, *options)
+    return passes.recording(
+        run, lambda tensors, wanted: gradients.of_op(BACKWARD_OP, tensors, (wanted, *options))
+    )
 
 
 def _sharding_rules(count: int, arguments: tuple[Any, ...]) -> list[tuple[list[Any], list[Any]]]:
@@ -165,39 +153,37 @@ def _along(tensor: Any, leading: int, dim: int, batches: int) -> Any:
     return Shard(own) if own >= 0 and tensor.shape[own] > 1 else Replicate()
 
 
-FORWARD = library_op.define(
-    LibraryOp(
-        name=ROPE_OPS[0],
-        schema=SCHEMAS[ROPE_OPS[0]],
-        count=7,
-        for_backend=itemgetter(slice(7)),
-        known=known_calls.shared(),
-        known_call=lambda tensors, options: passes.known_call(tensors, options[:-1], options[-1]),
-        check=_check_forward,
-        bind=lambda tensors, call, _: passes.bind_forward(tensors, call),
-        for_fakes=_outputs_for_fakes,
-        by_operations=lambda asked: passes.rope_by_operations(asked.checked.tensors, asked.checked.spec),
-        rules=lambda *arguments: _sharding_rules(2, arguments),
-        record=_record_forward,
-    )
+FORWARD_OP = LibraryOp(
+    name=ROPE_OPS[0],
+    schema=SCHEMAS[ROPE_OPS[0]],
+    count=7,
+    for_backend=itemgetter(slice(7)),
+    known=known_calls.shared(),
+    known_call=lambda tensors, options: passes.known_call(tensors, options[:-1], options[-1]),
+    check=_check_forward,
+    bind=lambda tensors, call, _: passes.bind_forward(tensors, call),
+    for_fakes=_outputs_for_fakes,
+    by_operations=lambda asked: passes.rope_by_operations(asked.checked.tensors, asked.checked.spec),
+    rules=lambda *arguments: _sharding_rules(2, arguments),
+    recording=_recording,
+    node=RopeFunction,
 )
-BACKWARD = library_op.define(
-    LibraryOp(
-        name=ROPE_OPS[1],
-        schema=SCHEMAS[ROPE_OPS[1]],
-        count=9,
-        for_backend=itemgetter(slice(9)),
-        known=known_calls.shared(),
-        known_call=_known_backward,
-        check=_check_backward,
-        bind=lambda tensors, call, asked: passes.bind_backward(tensors, call, asked.wanted),
-        for_fakes=_gradients_for_fakes,
-        by_operations=lambda asked: passes.rope_gradients_by_operations(
-            asked.checked.tensors, asked.checked.spec, asked.wanted
-        ),
-        rules=lambda *arguments: _sharding_rules(4, arguments),
-    )
+BACKWARD_OP = LibraryOp(
+    name=ROPE_OPS[1],
+    schema=SCHEMAS[ROPE_OPS[1]],
+    count=9,
+    for_backend=itemgetter(slice(9)),
+    known=known_calls.shared(),
+    known_call=_known_backward,
+    check=_check_backward,
+    bind=lambda tensors, call, asked: passes.bind_backward(tensors, call, asked.wanted),
+    for_fakes=_gradients_for_fakes,
+    by_operations=lambda asked: passes.rope_gradients_by_operations(
+        asked.checked.tensors, asked.checked.spec, asked.wanted
+    ),
+    rules=lambda *arguments: _sharding_rules(4, arguments),
 )
+FORWARD, BACKWARD = library_op.define(FORWARD_OP), library_op.define(BACKWARD_OP)
 
 
 def rope_in_graph(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> Any:

@@ -27,7 +27,6 @@ from tilegym_rmsnorm.ops.rope.spec import (
     RopeOutputs,
     RopeSpec,
     RopeWanted,
-    wanted_of,
 )
 from tilegym_rmsnorm.routes.autograd import Recording
 from tilegym_rmsnorm.routes.known_calls import call_of, shared
@@ -167,7 +166,8 @@ def _view_of_positions(positions: Tensor) -> View:
 
 
 def recording(run: Callable[[Tensors], Tensors], gradients: Callable[..., RopeGradients]) -> Recording:
-    """Record a call that `run` computes, and whose backward `gradients` computes from its tensors and a RopeWanted."""
+    """Record a call that `run` computes, and whose backward `gradients` computes from its tensors and the bits of the
+    weights whose gradients are wanted."""
     return Recording(run, _saved, functools.partial(_gradients_of_results, gradients))
 
 
@@ -189,9 +189,9 @@ def _gradients_of_results(
         is_needed and each is not None for is_needed, each in zip(needs[:4], of_heads, strict=True)
     ]
     tensors = saved()
-    q, k, q_weight, k_weight, *_ = tensors
+    q, k, *_ = tensors
     dq_out = torch.zeros_like(q) if dq_out is None else dq_out
     dk_out = torch.zeros_like(k) if dk_out is None and k is not None else dk_out
     bits = OF_Q * needs_of_weights[0] + OF_K * needs_of_weights[1]
-    dq, dk, *of_weights = gradients((dq_out, dk_out, *tensors), wanted_of(bits, q_weight, k_weight))
+    dq, dk, *of_weights = gradients((dq_out, dk_out, *tensors), bits)
     return dq if needs_dq else None, dk if needs_dk else None, *of_weights, None, None, None

@@ -75,10 +75,6 @@ class RopeWanted(NamedTuple):
 OF_Q, OF_K = 1, 2  # bits by which the backward op is told which gradients of weights are wanted
 
 
-def bits_of(wanted: RopeWanted) -> int:
-    return OF_Q * (wanted.dq_weight is not None) + OF_K * (wanted.dk_weight is not None)
-
-
 def wanted_of(bits: int, q_weight: Tensor | None, k_weight: Tensor | None) -> RopeWanted:
     of_q = q_weight.dtype if q_weight is not None and bits & OF_Q else None
     return RopeWanted(of_q, k_weight.dtype if k_weight is not None and bits & OF_K else None)
