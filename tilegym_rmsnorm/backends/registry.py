@@ -189,7 +189,7 @@ def get_available_backends_for_op(op: str) -> list[str]:
     """List the backends that can run on this machine and implement an op, fastest first.
 
     Args:
-        op: `"rms_norm_forward"`, `"rms_norm_backward"`, `"qk_norm_rope_forward"` or `"qk_norm_rope_backward"`.
+        op: A name, as `get_registry_info()["ops"]` lists them: `"rms_norm_forward"`.
 
     Raises:
         ValueError: There is no op of this name.
