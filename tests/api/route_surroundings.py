@@ -300,11 +300,7 @@ def fake_mode(o: Watched) -> None:
 
 
 def checkpointed(o: Watched) -> None:
-    from torch.utils.checkpoint import (
-        CheckpointPolicy,
-        checkpoint,
-        create_selective_checkpoint_contexts,
-    )
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)

@@ -82,9 +82,7 @@ def test_cases(name, interleaved, tiles):
 
 
 @pytest.mark.parametrize(
-    ("widths", "interleaved", "tiles"),
-    in_turn(WIDTHS, [False, True], TILES, of=2),
-    indirect=["tiles"],
+    ("widths", "interleaved", "tiles"), in_turn(WIDTHS, [False, True], TILES, of=2), indirect=["tiles"]
 )
 def test_widths(widths, interleaved, tiles):
     """Each width and form has one kind of tiles, in turn, without --every-config."""

@@ -32,9 +32,7 @@ def test_joining_adds_providers_that_the_result_lacks():
     assert join(result, other) == ["tilegym"]
     assert [record["provider"] for record in result["records"]] == ["cutile", "tilegym"]
     assert result["unavailable"] == {}
-    assert differences(result) == [
-        "tilegym: in a process of its own, device copy 2979 GB/s (-1.0%)",
-    ]
+    assert differences(result) == ["tilegym: in a process of its own, device copy 2979 GB/s (-1.0%)"]
     del result["processes"][0]["shapes"]  # as in results of before
     assert len(differences(result)) == 1
     assert join(result, other) == [] and len(result["processes"]) == 1

@@ -37,9 +37,7 @@ def test_result_is_written_and_read_back(tmp_path):
 
 def test_tables_show_figures_failures_and_what_was_not_measured():
     result = make_result(
-        make_record(),
-        make_record(None, provider="triton"),
-        unavailable={"cutile": "no GPU. To mend it: pip"},
+        make_record(), make_record(None, provider="triton"), unavailable={"cutile": "no GPU. To mend it: pip"}
     )
     text = tables.by_op(result)
     assert "2000  66%" in text and "100.0 ±0% / 30" in text

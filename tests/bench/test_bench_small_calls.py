@@ -38,10 +38,7 @@ def test_both_chains_compute_the_same(has_residual):
     ours, theirs = (
         (chain.ours, chain.theirs)
         if not has_residual
-        else (
-            chain.ours_with_residual,
-            chain.theirs_with_residual,
-        )
+        else (chain.ours_with_residual, chain.theirs_with_residual)
     )
     given = chain.x, chain.matrices, chain.weights
     torch.testing.assert_close(ours(*given), theirs(*given))

@@ -15,13 +15,7 @@ from helpers import BF16, DEVICE, FP32
 from llama_like import LlamaLikeNorm
 from torch import Tensor, nn
 
-from tilegym_rmsnorm import (
-    RMSNorm,
-    patch_model,
-    rms_norm,
-    rms_norm_backward,
-    rms_norm_forward,
-)
+from tilegym_rmsnorm import RMSNorm, patch_model, rms_norm, rms_norm_backward, rms_norm_forward
 
 HEADS, N = 4, 16
 

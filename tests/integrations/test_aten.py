@@ -9,15 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from aten_cases import EPS, MARKS, fused, fused_backward, kernels, norm_of, overridden, results, taken
-from helpers import (
-    BF16,
-    DEVICE,
-    FP16,
-    FP32,
-    assert_within,
-    expected_results,
-    make_inputs,
-)
+from helpers import BF16, DEVICE, FP16, FP32, assert_within, expected_results, make_inputs
 from torch.utils.checkpoint import checkpoint
 
 from tilegym_rmsnorm import override_aten

@@ -11,12 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from aten_cases import MARKS, fused, fused_backward, norm_of, overridden, taken
-from helpers import (
-    BF16,
-    DEVICE,
-    FP64,
-    HAS_GPU,
-)
+from helpers import BF16, DEVICE, FP64, HAS_GPU
 
 from tilegym_rmsnorm import set_backend, use_backend
 from tilegym_rmsnorm.integrations import aten

@@ -9,14 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from aten_cases import MARKS, norm_of, overridden, taken
-from helpers import (
-    DEVICE,
-    FP64,
-    HAS_GPU,
-    assert_within,
-    expected_results,
-    make_inputs,
-)
+from helpers import DEVICE, FP64, HAS_GPU, assert_within, expected_results, make_inputs
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import FlopCounterMode

@@ -12,11 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from aten_cases import KEY, MARKS, fused, fused_backward, kernels, norm_of, overridden, taken
-from helpers import (
-    DEVICE,
-    FP64,
-    HAS_GPU,
-)
+from helpers import DEVICE, FP64, HAS_GPU
 
 from tilegym_rmsnorm.integrations import aten
 from tilegym_rmsnorm.integrations.aten import ATEN_BACKWARD, ATEN_FORWARD, TAKEN

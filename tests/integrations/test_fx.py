@@ -31,10 +31,7 @@ from traced_norms import (
     two_norms_graph,
 )
 
-from tilegym_rmsnorm.integrations.fx import (
-    annotate_rmsnorm_for_regional_inductor_pass,
-    replace_rmsnorm_pass,
-)
+from tilegym_rmsnorm.integrations.fx import annotate_rmsnorm_for_regional_inductor_pass, replace_rmsnorm_pass
 
 PASSES = [annotate_rmsnorm_for_regional_inductor_pass, replace_rmsnorm_pass]
 

@@ -44,10 +44,7 @@ from traced_norms import (
 )
 
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm, use_backend
-from tilegym_rmsnorm.integrations.fx import (
-    annotate_rmsnorm_for_regional_inductor_pass,
-    replace_rmsnorm_pass,
-)
+from tilegym_rmsnorm.integrations.fx import annotate_rmsnorm_for_regional_inductor_pass, replace_rmsnorm_pass
 
 OUR_FORWARD = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
 OUR_BACKWARD = torch.ops.tilegym_rmsnorm.rms_norm_backward.default

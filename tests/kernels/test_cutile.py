@@ -244,8 +244,7 @@ def test_scales_far_from_one(variant, x_scale, dy_scale):
 
 
 @pytest.mark.parametrize(
-    ("m", "n"),
-    [(m, 64) for m in (1, 2, 127, 128, 129)] + [(m, n) for m in (1, 2, 5) for n in (4096, 18500)],
+    ("m", "n"), [(m, 64) for m in (1, 2, 127, 128, 129)] + [(m, n) for m in (1, 2, 5) for n in (4096, 18500)]
 )
 def test_batch_sizes_around_the_rows_of_a_tile(m, n):
     inputs = make_inputs(m, n, BF16, FP32, device=CPU)

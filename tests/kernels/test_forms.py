@@ -85,12 +85,7 @@ def test_dx_times_alpha(kernel, has_two):
     rstd = (x.double().square().mean(-1) + variant.eps).rsqrt().float()
     machine = ShuffledMachine()
     problem = planning.problem(
-        "backward",
-        93,
-        BF16,
-        weight=FP32,
-        facts=machine.facts,
-        form=Form(residual=True, d_residual=has_two),
+        "backward", 93, BF16, weight=FP32, facts=machine.facts, form=Form(residual=True, d_residual=has_two)
     )
     wanted = variants.wanted_of(variant)._replace(**({} if has_two else {"d_residual": None}))
     run = launch.Backward(machine, plan_of(problem, BACKWARDS[kernel]))

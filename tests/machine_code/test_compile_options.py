@@ -20,10 +20,7 @@ from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES  # noqa: E402
 
 skip_without_compiler()
-pytestmark = [
-    pytest.mark.usefixtures("fresh_plans"),
-    pytest.mark.parametrize("architecture", ARCHITECTURES),
-]
+pytestmark = [pytest.mark.usefixtures("fresh_plans"), pytest.mark.parametrize("architecture", ARCHITECTURES)]
 NARROW = (64, 100, 1024)
 # More rows than one block of each SM holds, and strides that do not fit into 32 bits
 MANY_ROWS, LAYOUTS = (3, 4096), ("contiguous", "heads", "mixed", "offset", "gaps", "far")

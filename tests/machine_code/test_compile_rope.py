@@ -137,8 +137,7 @@ def test_heads_come_and_go_by_tma(case, tmp_path):
     found = {
         name: Counter(
             re.findall(
-                r"\b(UTMALDG|UTMASTG|STG\.E(?:\.\w+)?)",
-                " ".join(disassembled(tmp_path / f"{name}.cubin")),
+                r"\b(UTMALDG|UTMASTG|STG\.E(?:\.\w+)?)", " ".join(disassembled(tmp_path / f"{name}.cubin"))
             )
         )
         for name in ("forward_rope", "backward_rope")

@@ -52,11 +52,7 @@ LAYERS = (
     (PACKAGE,),
 )
 # Packages of the cutile backend that import nothing of it but themselves and these, and of others only these.
-ALONE = {
-    f"{CUTILE}.plans": set(),
-    f"{CUTILE}.kernels": {"cuda"},
-    f"{CUTILE}.interpreter": {"cuda", "torch"},
-}
+ALONE = {f"{CUTILE}.plans": set(), f"{CUTILE}.kernels": {"cuda"}, f"{CUTILE}.interpreter": {"cuda", "torch"}}
 
 
 def modules(package: str = PACKAGE) -> dict[str, Path]:

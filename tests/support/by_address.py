@@ -19,11 +19,7 @@ from helpers import settle_interpreters
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import around_kernels, refusals, registry
-from tilegym_rmsnorm.backends.contract import (
-    BackendModule,
-    Request,
-    Unusable,
-)
+from tilegym_rmsnorm.backends.contract import BackendModule, Request, Unusable
 from tilegym_rmsnorm.ops.norm.spec import (
     BackwardFunction,
     BackwardTensors,

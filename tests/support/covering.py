@@ -18,8 +18,7 @@ Choice = tuple[str, int]  # an option, and the number of a value of it
 
 
 def pairwise(
-    options: Mapping[str, Sequence[Any]],
-    allowed: Callable[[Mapping[str, Any]], bool] = lambda case: True,
+    options: Mapping[str, Sequence[Any]], allowed: Callable[[Mapping[str, Any]], bool] = lambda case: True
 ) -> list[dict[str, Any]]:
     """Return cases, each with a value of every option, that hold each two values of two options that `allowed` lets
     stand together, whatever the others are. The same options give the same cases.

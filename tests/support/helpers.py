@@ -170,11 +170,7 @@ def expected_results(inputs: Inputs) -> dict[str, Expected]:
     eps_compute = torch.finfo(
         FP64 if FP64 in (x.dtype, None if weight is None else weight.dtype) else FP32
     ).eps
-    floor = {
-        "y": 4 * eps_compute,
-        "dx": 4 * eps_compute,
-        "dw": (4 + math.sqrt(m) / 8) * eps_compute,
-    }
+    floor = {"y": 4 * eps_compute, "dx": 4 * eps_compute, "dw": (4 + math.sqrt(m) / 8) * eps_compute}
 
     expected = {}
     for name, value in truth.items():

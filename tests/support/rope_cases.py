@@ -243,11 +243,7 @@ def check_forward(call: RopeCall, q_out: Tensor, k_out: Tensor | None) -> None:
 
 
 def check_backward(
-    call: RopeCall,
-    dq: Tensor,
-    dk: Tensor | None,
-    dq_weight: Tensor | None,
-    dk_weight: Tensor | None,
+    call: RopeCall, dq: Tensor, dk: Tensor | None, dq_weight: Tensor | None, dk_weight: Tensor | None
 ) -> None:
     check_gradients(call, {"dq": dq, "dk": dk, "dq_weight": dq_weight, "dk_weight": dk_weight})
 

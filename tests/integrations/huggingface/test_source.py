@@ -89,8 +89,7 @@ def test_what_runs_is_another(imported, old, new):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [("Its text.", "Another text."), ("x - 1\n", "x - 1  # less\n"), ("x - 1", "(x - 1)")],
+    ("old", "new"), [("Its text.", "Another text."), ("x - 1\n", "x - 1  # less\n"), ("x - 1", "(x - 1)")]
 )
 def test_what_runs_is_the_same(imported, old, new):
     cls, edit = imported(BODY)

@@ -125,10 +125,7 @@ def test_hooks_of_all_modules_and_norms_that_are_put_in_its_place(told):
     handle.remove()
     layer.norm = nn.Tanh()
     layer(rows(), rows())
-    assert told() == [
-        *prefixed("a hook sees all modules"),
-        *prefixed("it is not patched", "Tanh"),
-    ]
+    assert told() == [*prefixed("a hook sees all modules"), *prefixed("it is not patched", "Tanh")]
 
 
 def test_it_is_not_told_where_nobody_reads_it(told, caplog):
