@@ -3,18 +3,15 @@
 
 """Launches of the cuTile kernels: grids that fit, and signals to the next launch."""
 
+import cutile_runs
 import pytest
 import torch
+from cutile_runs import ShuffledMachine, run_backward, run_forward
 from helpers import BF16, FP32, make_inputs
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-import cutile_runs  # noqa: E402
-from cutile_runs import ShuffledMachine, run_backward, run_forward  # noqa: E402
-
-from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.interpreter.rebind import Namespace  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
+from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm.backends.cutile.interpreter.rebind import Namespace
+from tilegym_rmsnorm.backends.cutile.plans import variants
 
 CPU = torch.device("cpu")
 

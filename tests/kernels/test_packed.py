@@ -4,21 +4,19 @@
 """Rows of 16-bit numbers that stay packed while they are summed, by one block or by a team, or are widened in pairs, in
 the interpreter."""
 
+import cuda.tile as ct
 import pytest
 import torch
+from cutile_runs import run_backward, run_forward
 from helpers import BF16, FP16, FP32, make_inputs
 
-ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-from cutile_runs import run_backward, run_forward  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import interpreter  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.tiles import (  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter
+from tilegym_rmsnorm.backends.cutile.kernels.tiles import (
     packed_row_as_float32,
     paired_row_as_float32,
     row_as_float32,
 )
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardPipelined,
     BackwardPipelinedTeam,
     BackwardRows,

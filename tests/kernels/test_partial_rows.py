@@ -8,17 +8,14 @@ from dataclasses import replace
 import plain_calls
 import pytest
 import torch
+from cutile_runs import plan_for, run_backward
 from helpers import BF16, FP32, assert_within, expected_results, make_inputs
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-from cutile_runs import plan_for, run_backward  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.partition import Split  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rules import sum_of  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward
+from tilegym_rmsnorm.backends.cutile.plans import variants
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split
+from tilegym_rmsnorm.backends.cutile.plans.rules import sum_of
+from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
 CPU = torch.device("cpu")
 SLABS_OF_TWO_ROWS = variants.BackwardSplitReread(

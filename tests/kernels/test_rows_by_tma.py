@@ -7,23 +7,20 @@ import dataclasses
 
 import pytest
 import torch
+from cutile_runs import ShuffledMachine, run_backward
 from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
 from planning import H100, by_rules, by_tables, device, problem
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-from cutile_runs import ShuffledMachine, run_backward  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import Form  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward
+from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
+from tilegym_rmsnorm.backends.cutile.plans.problem import Form
+from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardPipelined,
     BackwardPipelinedTeam,
     BackwardRows,
     BackwardTeam,
 )
-from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted  # noqa: E402
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 CPU = torch.device("cpu")
 TEAM = BackwardPipelinedTeam(width=16, warps=4, occupancy=2, latency=2, pieces=3, members=2, rstd_ahead=True)

@@ -9,10 +9,8 @@ from cutile_runs import ShuffledMachine, plan_for, run_backward
 from helpers import BF16, FP32, assert_within, expected_results, make_inputs
 from narrow_variants import BACKWARDS
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import Policy  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward
+from tilegym_rmsnorm.backends.cutile.plans.problem import Policy
 
 CPU = torch.device("cpu")
 SMS = 3  # of ShuffledMachine

@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import helpers
 import pytest
+import torch
 from cutile_runs import run_forward
 from helpers import BF16, FP16, FP32, assert_within, expected_results, in_turn, make_inputs
 
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardRows, ForwardTeam, ForwardTiles
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-import torch  # noqa: E402
 
 CPU = torch.device("cpu")
 JOINT = {

@@ -7,15 +7,13 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import compiling
 import helpers
 import pytest
 from helpers import BF16, FP32
 from narrow_variants import BACKWARDS, FORWARDS, KERNELS
 
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-import compiling  # noqa: E402
 
 compiling.skip_without_disassembler()
 

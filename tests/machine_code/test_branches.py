@@ -5,17 +5,10 @@
 
 import pytest
 import torch
+from compiling import CompilingMachine, disassembled, run_backward, skip_without_disassembler
+from planning import by_rules, device
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import (  # noqa: E402
-    CompilingMachine,
-    disassembled,
-    run_backward,
-    skip_without_disassembler,
-)
-from planning import by_rules, device  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplitReread  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplitReread
 
 skip_without_disassembler()
 

@@ -8,21 +8,11 @@ Hopper's and of the entries, and a larger sample of the others."""
 from collections import defaultdict
 from collections.abc import Sequence
 
+import cuda.tile as ct
 import helpers
 import pytest
 import torch
-from helpers import in_turn
-from planning import by_rules, plan, problem, rules_of
-from sweeps import shipped_entries
-
-from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, sum_of
-from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select
-from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelined, BackwardRows, ForwardTiles
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-import cuda.tile as ct  # noqa: E402
-from compiling import (  # noqa: E402
+from compiling import (
     WIDEST,
     CompilingMachine,
     assert_ends,
@@ -33,13 +23,20 @@ from compiling import (  # noqa: E402
     sampled,
     skip_without_compiler,
 )
+from helpers import in_turn
+from planning import by_rules, plan, problem, rules_of
+from sweeps import shipped_entries
 
-from tilegym_rmsnorm.backends.cutile.kernels.pdl import wait_for_launch_before  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.rows import load_tile  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstInt  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.weights import load_scale_tile  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tuning.search import rows_of  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.pdl import wait_for_launch_before
+from tilegym_rmsnorm.backends.cutile.kernels.rows import load_tile
+from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstInt
+from tilegym_rmsnorm.backends.cutile.kernels.weights import load_scale_tile
+from tilegym_rmsnorm.backends.cutile.launch import Backward
+from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, sum_of
+from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select
+from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelined, BackwardRows, ForwardTiles
+from tilegym_rmsnorm.backends.cutile.tuning.search import rows_of
 
 skip_without_compiler()
 

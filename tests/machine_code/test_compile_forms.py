@@ -9,6 +9,8 @@ import types
 
 import helpers
 import pytest
+from compiled_forms import FORM, UNALIGNED, WIDE, compile_call, problem_of
+from compiling import CompilingMachine, assert_sound, sampled, skip_without_compiler
 from helpers import BF16, FP16, FP32
 from planning import H100, H200, device
 
@@ -25,11 +27,6 @@ from tilegym_rmsnorm.backends.cutile.plans.rules import is_fused
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.runtime.tables import shipped_records, tables_of
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-from compiled_forms import FORM, UNALIGNED, WIDE, compile_call, problem_of  # noqa: E402
-from compiling import CompilingMachine, assert_sound, sampled, skip_without_compiler  # noqa: E402
 
 skip_without_compiler()
 

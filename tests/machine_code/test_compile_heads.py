@@ -8,14 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
+from compiling import CompilingMachine, disassembled, skip_without_disassembler
 from helpers import BF16
+from tile_runs import Outputs, Tile, backward_call
+from variants import Variant, make
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine, disassembled, skip_without_disassembler  # noqa: E402
-from tile_runs import Outputs, Tile, backward_call  # noqa: E402
-from variants import Variant, make  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardTiles  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardTiles
 
 skip_without_disassembler()
 

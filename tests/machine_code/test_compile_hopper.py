@@ -9,17 +9,7 @@ from dataclasses import replace
 import helpers
 import pytest
 import torch
-from planning import by_rules
-from sweeps import beside_float32
-
-from tilegym_rmsnorm.backends.cutile.plans.partition import Team
-from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
-from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
-from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardRows
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-from compiling import (  # noqa: E402
+from compiling import (
     WIDEST,
     CompilingMachine,
     assert_sound,
@@ -28,6 +18,13 @@ from compiling import (  # noqa: E402
     sampled,
     skip_without_compiler,
 )
+from planning import by_rules
+from sweeps import beside_float32
+
+from tilegym_rmsnorm.backends.cutile.plans.partition import Team
+from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardRows
 
 skip_without_compiler()
 

@@ -10,17 +10,15 @@ import pytest
 import rope_cases
 import torch
 import variants
+from compiling import CompilingMachine, assert_sound, skip_without_compiler
 from helpers import BF16, FP16, FP32, in_turn
 from option_cases import NormCase, run_norm
 from rope_cases import RopeCase
 from variants import Variant
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine, assert_sound, skip_without_compiler  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host import rope  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host.launcher import bind  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.host import rope
+from tilegym_rmsnorm.backends.cutile.host.launcher import bind
 
 skip_without_compiler()
 

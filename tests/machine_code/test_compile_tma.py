@@ -7,15 +7,10 @@ whose warps wait for registers that nobody gives back would hang there."""
 import helpers
 import pytest
 import torch
+from compiling import CompilingMachine, disassembled, run_backward, skip_without_compiler
 from helpers import in_turn
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine, disassembled, run_backward, skip_without_compiler  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
-    BackwardPipelined,
-    BackwardPipelinedTeam,
-)
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelined, BackwardPipelinedTeam
 
 skip_without_compiler()
 

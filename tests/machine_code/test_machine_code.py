@@ -6,13 +6,11 @@ time."""
 
 import pytest
 import torch
+from compiling import CompilingMachine, disassembled, run_backward, skip_without_disassembler
+from control_flow import loops
+from planning import by_rules
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine, disassembled, run_backward, skip_without_disassembler  # noqa: E402
-from control_flow import loops  # noqa: E402
-from planning import by_rules  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import variants
 
 skip_without_disassembler()
 

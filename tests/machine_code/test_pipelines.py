@@ -10,15 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
+import cuda.tile as ct
 import helpers
 import pytest
 import torch
-from planning import by_rules
-from sweeps import beside_float32, shipped_entries
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-import cuda.tile as ct  # noqa: E402
-from compiling import (  # noqa: E402
+from compiling import (
     CompilingMachine,
     code_of_call,
     disassembled,
@@ -26,15 +22,17 @@ from compiling import (  # noqa: E402
     run_backward,
     skip_without_disassembler,
 )
-from control_flow import loops  # noqa: E402
-from pipelines import overwritten  # noqa: E402
+from control_flow import loops
+from pipelines import overwritten
+from planning import by_rules
+from sweeps import beside_float32, shipped_entries
 
-from tilegym_rmsnorm.backends.cutile.kernels.rows import load_gradient_tiles  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.partition import Walks  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, SAME  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.rows import load_gradient_tiles
+from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt
+from tilegym_rmsnorm.backends.cutile.plans.partition import Walks
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, SAME
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardPipelined,
     BackwardPipelinedTeam,
     BackwardStrips,

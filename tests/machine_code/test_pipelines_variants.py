@@ -12,30 +12,22 @@ import helpers
 import plain_calls
 import pytest
 import torch
+from compiled_forms import FORM, WIDE, compile_call, problem_of
+from compiling import CompilingMachine, code_of_call, disassembled, meta, skip_without_disassembler
 from helpers import BF16, FP16, FP32
+from pipelines import overwritten
+from planning import H200, device, plan
+from test_pipelines import to_read, variants_by_tma, whole_grid
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiled_forms import FORM, WIDE, compile_call, problem_of  # noqa: E402
-from compiling import (  # noqa: E402
-    CompilingMachine,
-    code_of_call,
-    disassembled,
-    meta,
-    skip_without_disassembler,
-)
-from pipelines import overwritten  # noqa: E402
-from planning import H200, device, plan  # noqa: E402
-from test_pipelines import to_read, variants_by_tma, whole_grid  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import D_RESIDUAL, RESIDUAL, Bucket  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward
+from tilegym_rmsnorm.backends.cutile.plans.problem import D_RESIDUAL, RESIDUAL, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardPipelined,
     BackwardPipelinedTeam,
     BackwardRows,
     BackwardTiles,
 )
-from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates
 
 skip_without_disassembler()
 

@@ -7,11 +7,9 @@ import re
 
 import helpers
 import pytest
+from compiling import code_of_call, skip_without_disassembler
 from helpers import FP32
 from narrow_variants import BACKWARDS, FORWARDS
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import code_of_call, skip_without_disassembler  # noqa: E402
 
 skip_without_disassembler()
 

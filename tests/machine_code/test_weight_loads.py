@@ -9,13 +9,11 @@ from dataclasses import replace
 
 import helpers
 import pytest
+from compiling import code_of_call, skip_without_disassembler
 from helpers import BF16, FP16, FP32, in_turn
 from planning import by_rules
 
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardRows, ForwardTeam, ForwardTiles
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import code_of_call, skip_without_disassembler  # noqa: E402
 
 skip_without_disassembler()
 

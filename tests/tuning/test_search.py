@@ -10,21 +10,18 @@ import math
 
 import pytest
 import torch
+from cutile_runs import set_launcher
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from table_cases import TARGET
 
+from tilegym_rmsnorm.backends.cutile import launch
 from tilegym_rmsnorm.backends.cutile.plans import problem
 from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, Bucket, form_named
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardTiles, ForwardTiles
 from tilegym_rmsnorm.backends.cutile.runtime import tables
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from cutile_runs import set_launcher  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tuning import calls, search  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tuning import calls, search
 
 
 @given(n=st.one_of(st.integers(1, 5000), st.integers(5000, 2**27)), size=st.sampled_from(SIZES))

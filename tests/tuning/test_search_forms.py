@@ -10,9 +10,12 @@ import itertools
 import planning
 import pytest
 import torch
+from cutile_runs import set_launcher
 from helpers import Inputs, make_inputs
 from table_cases import TARGET, entry_of
 
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.host.launcher import find
 from tilegym_rmsnorm.backends.cutile.plans import rules, variants
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     BIAS,
@@ -30,19 +33,9 @@ from tilegym_rmsnorm.backends.cutile.plans.records import Records
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.runtime import tables
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from cutile_runs import set_launcher  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host.launcher import find  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tuning import calls  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tuning.candidates import (  # noqa: E402
-    by_rules,
-    candidates,
-    fits_registers,
-)
-from tilegym_rmsnorm.measure import accuracy  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tuning import calls
+from tilegym_rmsnorm.backends.cutile.tuning.candidates import by_rules, candidates, fits_registers
+from tilegym_rmsnorm.measure import accuracy
 
 OTHERS = tuple(form for form in FORMS if form != PLAIN_ROWS)
 EACH = [Bucket(op, 64, "bfloat16", "small", form=form) for form in FORMS for op in OPS]

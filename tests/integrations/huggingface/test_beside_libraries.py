@@ -8,11 +8,10 @@ import math
 
 import pytest
 import torch
+import transformers
 from hf_models import ARCHITECTURES, TOKENS, VOCABULARY, results
 
 from tilegym_rmsnorm import patch_model, unpatch_model
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 (QWEN3,) = (case for case in ARCHITECTURES if case.name == "Qwen3")
 both = pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])

@@ -12,15 +12,12 @@ from helpers import DEVICE
 from hf_models import ARCHITECTURES
 from hf_norms import N, changed, norm_of, rows
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import tilegym_rmsnorm
 from tilegym_rmsnorm import patch_model
 from tilegym_rmsnorm.integrations.huggingface import mapping, norms
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 
 class Unweighted(nn.Module):

@@ -8,13 +8,10 @@ import warnings
 
 import pytest
 import torch
-
-from tilegym_rmsnorm import RMSNorm, patch_model, unpatch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from attention_classes import Attention, D, assert_same, both_of, given
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
+
+from tilegym_rmsnorm import RMSNorm, patch_model, unpatch_model
 
 Configured = RMSNorm.configured(eps=1e-3, casting="llama")
 SOURCE = """

@@ -13,12 +13,9 @@ import pytest
 import torch
 from hf_models import ARCHITECTURES, TOKENS, results
 from hf_norms import norm_of, rows
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3RMSNorm
 
 from tilegym_rmsnorm import patch_model, unpatch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3RMSNorm
 
 (QWEN3,) = (case for case in ARCHITECTURES if case.name == "Qwen3")
 CLASSES = [Qwen3RMSNorm, Qwen3DecoderLayer, Qwen3Attention]

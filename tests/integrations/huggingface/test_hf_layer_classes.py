@@ -10,13 +10,12 @@ import inspect
 import re
 
 import pytest
+import transformers
 from hf_models import classes_of_models
 
 from tilegym_rmsnorm.integrations.huggingface.layers import rewritten
 from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 REWRITTEN = {1: 145, 2: 6}  # of transformers 5.23.0: classes in which so many norms add
 

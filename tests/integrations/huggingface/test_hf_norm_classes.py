@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from hf_models import classes_of_models
 from torch import nn
 
@@ -16,8 +17,6 @@ from tilegym_rmsnorm import patch_model
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import match_of
 from tilegym_rmsnorm.integrations.huggingface.report import elided
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 N = 48
 NAME = re.compile(r"RMSNorm|RmsNorm|LayerNorm$")

@@ -9,7 +9,6 @@ import re
 import textwrap
 from pathlib import Path
 
-import pytest
 from hf_models import ARCHITECTURES
 from test_hf_attention_classes import REWRITTEN as ATTENTION
 from test_hf_layer_classes import REWRITTEN
@@ -21,7 +20,6 @@ PAGE = (Path(__file__).parents[3] / "docs" / "huggingface.md").read_text(encodin
 
 
 def test_snippets_print_what_is_shown():
-    pytest.importorskip("transformers", reason="transformers is not installed")
     scope, shown_blocks = {}, 0
     blocks = re.findall(r"^```python\n(.*?)^```\n\n((?:    [^\n]*\n)*)", PAGE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5

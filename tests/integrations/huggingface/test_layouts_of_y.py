@@ -12,14 +12,11 @@ import torch._dynamo.testing
 from hf_models import ARCHITECTURES
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_rmsnorm import patch_model
 from tilegym_rmsnorm.integrations.huggingface import norms
 from tilegym_rmsnorm.integrations.huggingface import strides as strides_of_results
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 N = 8
 

@@ -6,14 +6,11 @@ that the results lie in memory, and require gradients, as the original's do."""
 
 import pytest
 import torch
+from attention_classes import Attention, D, assert_same, both_of, given
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 
 from tilegym_rmsnorm import patch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from attention_classes import Attention, D, assert_same, both_of, given
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 
 SOURCE = """
 def forward(self, x, tables):

@@ -6,12 +6,9 @@
 import pytest
 from hf_norms import LLAMA, N, norm_of, rows
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_rmsnorm import PatchReport, RMSNorm, patch_model, unpatch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 def test_the_report():

@@ -11,8 +11,6 @@ from hf_norms import LLAMA, norm_of, rows
 
 from tilegym_rmsnorm import patch_model
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])

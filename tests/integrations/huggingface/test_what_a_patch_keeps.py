@@ -13,12 +13,9 @@ import pytest
 import torch
 from hf_models import TOKENS
 from hf_norms import LLAMA, N, norm_of, rows
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_rmsnorm import patch_model, unpatch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 class Replaced(LlamaRMSNorm):

@@ -10,14 +10,11 @@ import pytest
 import torch
 from hf_norms import N
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_rmsnorm import RMSNorm, patch_model
 from tilegym_rmsnorm.integrations.huggingface import norms
 from tilegym_rmsnorm.integrations.huggingface.report import elided
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 class Layer(nn.Module):

@@ -12,8 +12,6 @@ from hf_norms import LLAMA, norm_of, rows
 
 from tilegym_rmsnorm import patch_model, unpatch_model
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 
 def hooked(module, hook):
     """Wrap as accelerate.hooks.add_hook_to_module: a wrapper on the module, and the forward it had behind it."""
