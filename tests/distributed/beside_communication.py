@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 
 """Backwards with an SM margin beside all_reduce: what each of two processes runs, started by
-test_beside_communication.py.
+test_processes.py.
 
 python tests/distributed/beside_communication.py CASE STORE
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Training in parallel: what each of several processes runs. test_parallel_training.py starts them.
+"""Training in parallel: what each of several processes runs. test_processes.py starts them.
 
 python tests/distributed/parallel_training.py [CASE ...]                       2 or 4 processes on a CPU, with gloo
 torchrun --nproc-per-node 2 tests/distributed/parallel_training.py [CASE ...]  2 GPUs, with NCCL

@@ -51,7 +51,7 @@ TILE_DTYPE = {
     torch.int32: ct.int32,
     torch.int64: ct.int64,
 }
-WIDEST = 50000  # columns of a sweep; test_compile_hopper.py has wider backwards, by teams of other parts
+WIDEST = 50000  # columns of a sweep; test_compile.py has wider backwards, by teams of other parts
 
 
 class Compiled(NamedTuple):
