@@ -62,7 +62,7 @@ ORDER = {folder: number for number, folder in enumerate(FOLDERS)}
 # Libraries without which no file of a folder is imported, but for those named here.
 NEEDS = {"machine_code": "cuda.tile", "kernels": "cuda.tile", "tuning": "cuda.tile"}
 NEEDS |= {"integrations/huggingface": "transformers"}
-NEED_NONE = ("test_candidates.py", "test_source.py", "test_forward_expressions.py")
+NEED_NONE = ("test_candidates.py", "test_forward_expressions.py")
 TESTS = Path(__file__).parent
 # pytest put it there for this file. Each of its folders would pass for a library: `import kernels` found tests/kernels.
 sys.path[:] = [folder for folder in sys.path if folder != str(TESTS)]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from hf_models import ARCHITECTURES
 from test_hf_attention_classes import REWRITTEN as ATTENTION
-from test_hf_layer_classes import REWRITTEN
-from test_hf_norm_classes import DECLINED_RMS_NORMS, EXPECTED
+from test_hf_classes import DECLINED_RMS_NORMS, EXPECTED, REWRITTEN
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import ARITHMETICS
 
