@@ -68,6 +68,7 @@ TESTS = Path(__file__).parent
 sys.path[:] = [folder for folder in sys.path if folder != str(TESTS)]
 
 
+@functools.cache
 def folder_of(path: str | os.PathLike[str]) -> str:
     """The folder of a test file, as FOLDERS has it."""
     folder = Path(path).parent.relative_to(TESTS).as_posix()

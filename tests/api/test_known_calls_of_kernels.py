@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from every_op import assert_same_bits, each_op, note_unknown, of_each_op
+from every_op import assert_same_bits, each_op, note_unknown, of_each_op, usual
 from helpers import BF16, DEVICE
 from known_calls import rows
 from variants import Variant
@@ -41,7 +41,7 @@ MORE = {  # layouts of x, of all kinds of calls
 
 
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["no grad", "recorded"])
-@of_each_op(lambda op: {**op.kinds, **MORE.get(op.name, {})})
+@of_each_op(lambda op: {**usual(op), **MORE.get(op.name, {})})
 def test_the_bits_of_calls_that_passed_all_checks(op, kind, needs_grad, monkeypatch):
     call, other = op.make(kind), op.make(kind, seed=1)
 

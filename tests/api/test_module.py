@@ -252,7 +252,7 @@ BAD_SIZES_AND_DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("positional", "named", "error", "text"), BAD_SIZES_AND_DTYPES)
 def test_sizes_and_dtypes_are_checked_as_those_of_the_function(positional, named, error, text, compiled):
     """nn.RMSNorm said "'float' object is not iterable", or nothing until the first call."""

@@ -23,7 +23,14 @@ def test_the_kept_table_has_every_cell(kept):
     assert set(kept[1]) == set(routes.cells()), f"rewrite it: {routes.COMMAND}"
 
 
-@pytest.mark.parametrize("surrounding", SURROUNDINGS)
+def is_compiled(surrounding: str) -> bool:
+    return surrounding.startswith(("AOTAutograd", "Dynamo", "compiled autograd"))
+
+
+@pytest.mark.parametrize(
+    "surrounding",
+    [pytest.param(each, marks=[pytest.mark.slow] if is_compiled(each) else []) for each in SURROUNDINGS],
+)
 def test_routes(kept, surrounding):
     version, expected = kept
     seen = routes.observed([surrounding])

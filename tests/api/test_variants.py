@@ -12,7 +12,7 @@ import contextlib
 import helpers
 import pytest
 import torch
-from every_op import every_kind
+from every_op import usual_kinds
 from guarding import guarded_arrays
 from helpers import BF16, DEVICE, FP16, FP32, FP64, HAS_GPU
 from hypothesis import HealthCheck, given, settings
@@ -162,7 +162,7 @@ def test_bitwise(name, backend, by_kernels):
             assert value is None or torch.equal(value, first[key]), key
 
 
-@every_kind
+@usual_kinds
 def test_results_can_be_changed_in_place(op, kind, backend):
     """Autograd forbids it of views that a Function returns."""
     call = op.make(kind, seed=5)

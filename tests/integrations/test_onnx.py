@@ -22,6 +22,7 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.no_gpu,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
