@@ -3,8 +3,6 @@
 
 """Triton's and cuTile's kernels run in their interpreters, on CPU tensors, where there is no CUDA device."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

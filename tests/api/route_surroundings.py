@@ -4,8 +4,6 @@
 """The fourth axis of routes.py: what is around a call. Each function makes a cell's call, phase by phase; `Watched`
 notes what runs, the nodes of the graphs, and the results."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

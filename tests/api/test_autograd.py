@@ -4,8 +4,6 @@
 """rms_norm under autograd: which gradients, from which outputs and backend, and what is kept for them, with a residual
 too. First and second derivatives of each op's calls, numerically, in float64; and second ones behind kernels."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

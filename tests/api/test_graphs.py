@@ -4,8 +4,6 @@
 """Graphs by torch.export, torch.compile(fullgraph=True) and make_fx: of each op, and of a model with an RMSNorm; and
 exported ones without library ops, for runtimes that know PyTorch's operations alone."""
 
-from __future__ import annotations
-
 import by_address
 import pytest
 import torch

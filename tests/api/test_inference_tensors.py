@@ -4,8 +4,6 @@
 """Tensors made under torch.inference_mode, as of a frozen encoder, beside learned ones: gradients have the bits that
 other tensors of the same values give. Autograd refuses to save such a tensor; a copy is saved."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

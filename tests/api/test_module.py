@@ -4,8 +4,6 @@
 """RMSNorm as a module: what torch.nn.RMSNorm promises, of which each use comes to the same with both classes, and what
 is added; models that torch.fx traces; and keywords of other libraries' norms, to which the error names ours."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

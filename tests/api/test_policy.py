@@ -3,8 +3,6 @@
 
 """A process's policy against kernels whose blocks wait for each other."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -4,8 +4,6 @@
 """qk_norm_rope and rms_norm_rope: right values and gradients of every form, and which numbers are rounded on the way,
 which gradients ignore."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import warnings

@@ -8,8 +8,6 @@ A call is made of q and k (B, T, H, D), a table, and the position of each token.
 libraries do, with sizes that are often equal. Of its error each hint whose condition holds is followed, up to a result,
 which is compared with float64, or to an error without such a hint."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random

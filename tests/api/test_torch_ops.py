@@ -4,8 +4,6 @@
 """The library ops by themselves: what PyTorch asks of an op, right values, gradients, and transforms. Known calls of
 theirs go past PyTorch's dispatcher, but for whoever must see them there."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

@@ -3,8 +3,6 @@
 
 """Variables that begin as this package's do, and that nothing reads: a warning in the first call, and none after it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

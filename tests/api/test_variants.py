@@ -5,8 +5,6 @@
 layouts and sizes, and kinds where kernels cannot be: in graphs of torch.compile, under torch.func, in forward mode,
 beside complex numbers."""
 
-from __future__ import annotations
-
 import contextlib
 
 import helpers

@@ -8,8 +8,6 @@ several. Without --every-config one form of a case has the one kind of tiles, an
 GPU the kernels run in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

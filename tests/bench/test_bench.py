@@ -4,8 +4,6 @@
 """The benchmark: its byte model, timer and check, who is checked and timed, and what stands where something fails.
 Figures themselves need a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import time

@@ -4,8 +4,6 @@
 """The benchmark's ops of a transformer block: inputs, bytes, the check against float64, the records; the command, what
 it writes, the gate and the pages."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import itertools

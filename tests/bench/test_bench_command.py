@@ -4,8 +4,6 @@
 """The benchmark's command: what it takes, where its results go, and an interpreter that lacks something: it is refused
 in one line, with the command that installs it. An active environment that is not taken is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@
 """The pictures and pages that are made of results: who is who, what stands above and below, how large a file is; and
 report.html: what stands in its tables and plots, and that it needs nothing else."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

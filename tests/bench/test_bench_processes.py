@@ -4,8 +4,6 @@
 """Measuring in several processes: providers of their own, results joined, what a lost CUDA context leaves, and
 compiling ahead."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

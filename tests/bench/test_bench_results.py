@@ -4,8 +4,6 @@
 """The benchmark's results, the gate that compares them with kept ones, and cutile against its peers. What the kept ones
 say again passes, and a tenth more of any cell fails."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

@@ -4,8 +4,6 @@
 """The studies beside the benchmark: of the host, of small calls beside PyTorch's, of one launch or two, of qk_norm_rope
 and of training with each norm."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -3,8 +3,6 @@
 
 """`python -m tilegym_rmsnorm doctor`: its verdict, its exit status, and that no broken installation stops it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

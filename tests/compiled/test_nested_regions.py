@@ -4,8 +4,6 @@
 """Norms inside torch.compiler.nested_compile_region. Its second call takes the graph of its first, if all that Dynamo
 guarded on in the first is the same: Dynamo has to find each of those values again by its name."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

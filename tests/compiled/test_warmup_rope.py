@@ -3,8 +3,6 @@
 
 """warmup_rope: after it no call of qk_norm_rope or rms_norm_rope compiles anything, whatever its B, T and layouts."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -9,8 +9,6 @@ python tests/distributed/beside_communication.py CASE STORE
 On two GPUs with NCCL; without them on CPUs with gloo and kernels in the interpreter, where calls follow one another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler

@@ -16,8 +16,6 @@ transformer, and checks that
   And there are as many collectives as the case says that its way of training takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

@@ -5,8 +5,6 @@
 PyTorch does above the ops, such as autograd and torch.func, stay as they were; its end, in other overrides and beside
 those of others."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 

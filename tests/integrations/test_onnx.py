@@ -3,8 +3,6 @@
 
 """Norms in ONNX models, which onnxruntime runs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

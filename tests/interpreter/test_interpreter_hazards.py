@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """Hazards that the cuTile interpreter finds and no GPU tells: unwritten memory, races, overlaps, and planted bugs."""
 
-from __future__ import annotations
-
 import gc
 
 import cuda.tile as ct

@@ -3,8 +3,6 @@
 """Calls at the ends of what the cutile backend's kernels take, in the interpreter: each result against float64, inputs
 untouched, equal bits twice. Others are in backends/test_pairs_of_options.py."""
 
-from __future__ import annotations
-
 import functools
 
 import planning

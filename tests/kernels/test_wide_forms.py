@@ -3,8 +3,6 @@
 """A residual, a bias and several dtypes in the kernels of wide and of unaligned rows: each kernel by small tiles on
 narrow rows, then what is chosen for wide ones. In the interpreter, or on a GPU where there is one."""
 
-from __future__ import annotations
-
 import itertools
 
 import helpers

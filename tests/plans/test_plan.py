@@ -3,8 +3,6 @@
 
 """Plans: what M decides of each, that nothing else does, and that M decides nothing more."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools

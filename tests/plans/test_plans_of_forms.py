@@ -5,8 +5,6 @@
 which calls they serve, what a file may hold, and how they are named; and tiles of rows (B, T, H, N), which are selected
 for tensors as models have them, from their strides on."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json

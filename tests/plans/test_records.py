@@ -3,8 +3,6 @@
 
 """Records, rules and entries alike: what is read, what is refused, and which of several decides."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

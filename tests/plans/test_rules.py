@@ -4,8 +4,6 @@
 """Rules of the cutile backend, swept over M x N x dtype x architecture: size classes, slabs of few rows, and teams for
 rows that the registers of one block do not hold. No GPU takes part."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -3,8 +3,6 @@
 
 """Tables of entries: which one decides, what is refused, where the files are, and what writing leaves intact."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

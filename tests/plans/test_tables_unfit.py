@@ -4,8 +4,6 @@
 """Tables that say anything unexpected, or whatever hypothesis writes into them: each is ignored as a whole, with one
 warning."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from typing import Any

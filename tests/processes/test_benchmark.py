@@ -3,8 +3,6 @@
 
 """Processes that the benchmark starts: what they are told, and what they leave behind. tests/bench has the rest."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.block.families import Section

@@ -3,8 +3,6 @@
 
 """Commands as they are called, `python -m tilegym_rmsnorm`, and the first call of a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 
 """Searches in several processes: what comes back from them, who uses the device when, and what ends them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

@@ -4,8 +4,6 @@
 """Pages: examples run, names are of things that exist, lists are whole, tables and drawings are of today. README.md's
 commands exist, and its sentences say what its tables do; docs/troubleshooting.md quotes messages that exist."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

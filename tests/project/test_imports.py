@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """Which module may import which: downwards, and never in a circle. Tests find libraries alone by a library's name."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib.util

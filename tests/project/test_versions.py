@@ -4,8 +4,6 @@
 """Versions that stand in several files agree. The wheel holds the whole package: the job build makes one, where there
 is an index of packages, and installs it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -8,8 +8,6 @@ any row stride, all else is packed. So a tensor that is no plain memory is wrong
 address 0, which ends a CUDA context, is an AssertionError.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 

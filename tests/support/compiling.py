@@ -3,8 +3,6 @@
 """The machine that compiles instead of launching, for any architecture and without a driver, and what its kernels use:
 tileiras needs no GPU, and tensors of device "meta" no memory."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import hashlib

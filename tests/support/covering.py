@@ -7,8 +7,6 @@ for case in pairwise({"dtype": [FP16, BF16], "bias": [True, False], "n": [64, 10
     check(**case)
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Callable, Mapping, Sequence

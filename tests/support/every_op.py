@@ -9,8 +9,6 @@ def test_a_law(op, kind):
     outputs = call.public(*call.leaves.values(), backend="torch")
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ F.rms_norm to compare with. conftest.py has pytest load this file, so that its f
 others run as they do here, on a GPU by their kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

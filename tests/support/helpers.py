@@ -13,8 +13,6 @@ inputs (ATen's F.rms_norm and its autograd; for casting="llama" the formula of H
 roundings that any implementation needs (square, mean, root, product), plus for dw a sum that grows as sqrt(M).
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools

@@ -11,8 +11,6 @@ gradients by autograd. Tolerances are some roundings of the magnitudes that are 
 of the result, and of each number that `casting` and `rounding` round on the way. That they are rounded the bits say.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple

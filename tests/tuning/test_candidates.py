@@ -3,8 +3,6 @@
 
 """The variants that tuning tries."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import fields, replace
 

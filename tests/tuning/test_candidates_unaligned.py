@@ -3,8 +3,6 @@
 
 """The variants that tuning tries of rows that are not aligned: kernels of unaligned.py beside those of all rows."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

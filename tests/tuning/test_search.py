@@ -4,8 +4,6 @@
 """The search behind `python -m tilegym_rmsnorm tune`: what it times, checks and refuses, and its choices, with a timer
 that says what it is told."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

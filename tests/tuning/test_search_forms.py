@@ -3,8 +3,6 @@
 
 """The search of forms (plans/problem.py: FORMS): its candidates, what it runs, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 
 import planning

@@ -3,8 +3,6 @@
 
 """`python -m tilegym_rmsnorm tune`: what it stores, what it says, and how it fails."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
