@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from route_cases import EVENTS, ROWS, Form, Kind, Tensors, loss_of
-from test_gate_calls import MODES
+from test_gate import MODES
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.fx import GraphModule

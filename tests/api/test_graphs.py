@@ -8,7 +8,7 @@ import by_address
 import pytest
 import torch
 import torch.nn.functional as F
-from every_op import assert_same_bits, of_each_op
+from every_op import assert_same_bits, ends, of_each_op
 from helpers import BF16, FP16, FP32, FP64
 from torch import nn
 from torch.export import Dim, default_decompositions, export
@@ -41,7 +41,7 @@ def gradients(module):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@of_each_op(lambda op: {name: op.kinds[name] for name in (op.few[0], op.few[-1])})
+@of_each_op(ends)
 def test_compiled_in_one_graph_with_the_bits_of_eager_calls(op, kind, dynamic):
     torch._dynamo.reset()
     first = op.make(kind)

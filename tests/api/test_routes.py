@@ -23,14 +23,11 @@ def test_the_kept_table_has_every_cell(kept):
     assert set(kept[1]) == set(routes.cells()), f"rewrite it: {routes.COMMAND}"
 
 
-def is_compiled(surrounding: str) -> bool:
-    return surrounding.startswith(("AOTAutograd", "Dynamo", "compiled autograd"))
+COMPILED = ("AOTAutograd", "Dynamo", "compiled autograd")
+EACH = [pytest.param(each, marks=[pytest.mark.slow] * each.startswith(COMPILED)) for each in SURROUNDINGS]
 
 
-@pytest.mark.parametrize(
-    "surrounding",
-    [pytest.param(each, marks=[pytest.mark.slow] if is_compiled(each) else []) for each in SURROUNDINGS],
-)
+@pytest.mark.parametrize("surrounding", EACH)
 def test_routes(kept, surrounding):
     version, expected = kept
     seen = routes.observed([surrounding])

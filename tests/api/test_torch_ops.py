@@ -24,7 +24,7 @@ from every_op import (
 )
 from gate_cases import freed
 from helpers import BF16, DEVICE, FP32, FP64, why_skip
-from known_calls import rows
+from test_known_calls import rows
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck
 from torch.fx.experimental.proxy_tensor import make_fx

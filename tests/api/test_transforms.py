@@ -128,12 +128,10 @@ def test_a_module_and_half_precision():
     torch.testing.assert_close(dw, expected, rtol=2e-2, atol=2e-1)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    in_turn(
-        ["vmap", "grad", "grad of vmap", "gradients of each sample", "vjp", "jacrev"], [None, "torch"], of=2
-    ),
-)
+COMPILED = "vmap", "grad", "grad of vmap", "gradients of each sample", "vjp", "jacrev"
+
+
+@pytest.mark.parametrize(("name", "backend"), in_turn(COMPILED, [None, "torch"], of=2))
 @of_each_op(lambda op: {name: each for name, each in op.smooth.items() if name == "plain"})
 def test_transforms_inside_torch_compile_do_as_of_the_formula(name, backend, op, kind):
     """Their gradients were 0."""

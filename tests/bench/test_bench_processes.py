@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Measuring in several processes: providers of their own, results joined, what a lost CUDA context leaves, and
-compiling ahead."""
+"""Measuring in several processes: what they are told and leave behind, providers of their own, results joined, what a
+lost CUDA context leaves, and compiling ahead."""
 
 import dataclasses
 import itertools
@@ -484,7 +484,7 @@ warm.make_providers = make
 
 def test_compiling_ahead_runs_in_processes_of_its_own(tmp_path, monkeypatch):
     """A process that is spawned imports the script that was started; here one whose provider leaves marks. What
-    Inductor compiles ahead: tests/processes/test_benchmark.py."""
+    Inductor compiles ahead: tests/bench/test_bench_processes.py."""
     script, marks = tmp_path / "script.py", tmp_path / "marks"
     script.write_text(SCRIPT)
     marks.mkdir()
@@ -496,3 +496,29 @@ def test_compiling_ahead_runs_in_processes_of_its_own(tmp_path, monkeypatch):
     assert {text for _, text in found} == {"cutile (4, 8) lock", "cutile (2, 8) lock"}
     (process,) = {int(process) for process, _ in found}
     assert process != os.getpid()
+
+
+def test_a_part_of_a_run_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = processes.measure_apart(("torch",), ((3, 8),), "float32", ("forward",), tmp_path)
+    assert [(each["provider"], each["op"], each["rows"]) for each in result["records"]] == [
+        ("torch", "forward", 3)
+    ]
+    assert result["records"][0]["us"] > 0 and result["gpu"] is None
+
+
+def test_a_part_of_a_block_is_found_by_its_name(tmp_path, monkeypatch):
+    """Results of these ops end in -block, but for those of parts, which are looked for by their dtype."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = processes.measure_apart(("torch",), ((3, 8),), "float32", ("bias_forward",), tmp_path)
+    assert [(each["op"], each["error"]) for each in result["records"]] == [("bias_forward", None)]
+
+
+def test_compiling_ahead_fills_the_caches_from_other_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # Or Inductor asks the C++ compiler which vectors the CPU has, for seconds.
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    # A plain one, and of a block.
+    sections = [Section((op,), ((4, 8),)) for op in ("forward", "bias_forward")]
+    assert warm.warm(("torch.compile",), sections, [torch.float32], CPU, processes=1) == 2
+    assert list(tmp_path.rglob("*.py"))

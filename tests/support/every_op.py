@@ -270,6 +270,11 @@ def few(op: Op) -> dict[str, Any]:
     return {name: op.kinds[name] for name in op.few}
 
 
+def ends(op: Op) -> dict[str, Any]:
+    """The first and the last of few, which has most options: --every-config asks all of these."""
+    return few(op) if helpers.every_config else {name: op.kinds[name] for name in (op.few[0], op.few[-1])}
+
+
 def fewest(op: Op) -> dict[str, Any]:
     return {op.few[-1]: op.kinds[op.few[-1]]}
 
