@@ -93,6 +93,7 @@ def test_by_a_class_that_they_are_derived_from(monkeypatch, cls):
     check_alike(original, ours)
 
 
+@pytest.mark.slow
 def test_compiled_without_a_graph_break(monkeypatch):
     """One class after another, then all of them before the model is compiled."""
     torch._dynamo.reset()

@@ -75,6 +75,7 @@ def test_copies_and_pickles(copied, layers):
     assert unpatch_model(again).counts["restored"] == (7 if layers else 5)
 
 
+@pytest.mark.slow
 def test_saved_whole_and_loaded_in_another_process(tmp_path):
     norm = norm_of()
     patch_model(norm)
