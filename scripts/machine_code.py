@@ -85,7 +85,7 @@ def cases() -> Iterator[str]:
     for key, _, ranges in selection.read():
         gpu, op, dtype, weight, size = key
         if selection.form_of(op)[1] != PLAIN:
-            continue  # tests/machine_code/test_compile_heads.py compiles those
+            continue  # tests/machine_code/test_machine_code.py compiles those
         architecture = selection.DEVICES[gpu].architecture
         for first, last, chosen in ranges:
             kind = architecture, chosen, op, dtype, weight

@@ -3,8 +3,6 @@
 
 """Triton's and cuTile's kernels run in their interpreters, on CPU tensors, where there is no CUDA device."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
@@ -59,11 +57,16 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "project": (),
 }
 ORDER = {folder: number for number, folder in enumerate(FOLDERS)}
+# Libraries without which no file of a folder is imported, but for those named here.
+NEEDS = {"machine_code": "cuda.tile", "kernels": "cuda.tile", "tuning": "cuda.tile"}
+NEEDS |= {"integrations/huggingface": "transformers"}
+NEED_NONE = ("test_candidates.py", "test_forward_expressions.py")
 TESTS = Path(__file__).parent
 # pytest put it there for this file. Each of its folders would pass for a library: `import kernels` found tests/kernels.
 sys.path[:] = [folder for folder in sys.path if folder != str(TESTS)]
 
 
+@functools.cache
 def folder_of(path: str | os.PathLike[str]) -> str:
     """The folder of a test file, as FOLDERS has it."""
     folder = Path(path).parent.relative_to(TESTS).as_posix()
@@ -99,6 +102,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     ):
         return "mark.slow" not in collection_path.read_text(encoding="utf-8") or None
     return None
+
+
+class Needing(pytest.Module):
+    """A test file that is skipped, with this reason, where its folder's library is not installed."""
+
+    def collect(self):
+        pytest.importorskip(library := NEEDS[folder_of(self.path)], reason=f"{library} is not installed")
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if folder_of(module_path) not in NEEDS or module_path.name in NEED_NONE:
+        return None
+    return Needing.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(tryfirst=True)  # -m asks for the markers

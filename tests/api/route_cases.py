@@ -4,8 +4,6 @@
 """Three axes of routes.py: forms of a call, kinds of tensors, and backends. Private names of the package stand in
 `backend_of` alone."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

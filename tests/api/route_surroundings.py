@@ -4,8 +4,6 @@
 """The fourth axis of routes.py: what is around a call. Each function makes a cell's call, phase by phase; `Watched`
 notes what runs, the nodes of the graphs, and the results."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 from route_cases import EVENTS, ROWS, Form, Kind, Tensors, loss_of
-from test_gate_calls import MODES
+from test_gate import MODES
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.fx import GraphModule
@@ -300,11 +298,7 @@ def fake_mode(o: Watched) -> None:
 
 
 def checkpointed(o: Watched) -> None:
-    from torch.utils.checkpoint import (
-        CheckpointPolicy,
-        checkpoint,
-        create_selective_checkpoint_contexts,
-    )
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)

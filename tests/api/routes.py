@@ -11,8 +11,6 @@ the nodes of the graphs, and the bits of the results. routes.txt keeps it, test_
     python tests/api/routes.py grad Dynamo   prints these surroundings alone
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,24 +1,26 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""rms_norm under autograd: which gradients, from which backend, once and twice."""
+"""rms_norm under autograd: which gradients, from which outputs and backend, and what is kept for them, with a residual
+too. First and second derivatives of each op's calls, numerically, in float64; and second ones behind kernels."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BF16, DEVICE, FP32, FP64, assert_within, expected_results, make_inputs
+from every_op import each_smooth_kind
+from helpers import BF16, DEVICE, FP32, FP64, HAS_GPU, assert_within, expected_results, make_inputs
 from torch._dynamo.testing import CompileCounter
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.torch_version import TorchVersion
+from variants import Variant, check, make, options
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward, use_backend
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.registry import Request, dispatch
-from tilegym_rmsnorm.ops.norm import eager
-
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
+from tilegym_rmsnorm.ops.norm import checks, eager
 
 
 @pytest.fixture
@@ -44,6 +46,7 @@ def _leaves(dtype=BF16, weight_dtype=FP32):
     return inputs, inputs.x.detach().requires_grad_(), inputs.weight.detach().requires_grad_()
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("casting", ["once", "llama"])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_gradients_are_those_of_the_backward_function(backend, casting, offset):
@@ -57,6 +60,7 @@ def test_gradients_are_those_of_the_backward_function(backend, casting, offset):
     assert y.requires_grad and not any(t.requires_grad for t in (expected, rstd, dx, dw))
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)])
 def test_only_needed_gradients(backend, needs, calls):
     inputs, x, weight = _leaves()
@@ -71,6 +75,7 @@ def test_only_needed_gradients(backend, needs, calls):
     )
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 def test_no_graph_where_nobody_asks(backend, monkeypatch):
     inputs, x, weight = _leaves()
     monkeypatch.setattr(eager, "_record", lambda *_: pytest.fail("recorded for autograd"))
@@ -79,6 +84,7 @@ def test_no_graph_where_nobody_asks(backend, monkeypatch):
     assert not rms_norm(inputs.x, (100,), inputs.weight, backend=backend).requires_grad
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_halves_of_a_backward_have_the_bits_of_the_whole(backend, has_residual):
     """Pipelines take the gradients of inputs first, those of weights later."""
@@ -94,6 +100,7 @@ def test_halves_of_a_backward_have_the_bits_of_the_whole(backend, has_residual):
     assert all(torch.equal(a, b) for a, b in zip((*first, *later), whole, strict=True))
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("size", [(6, 64), (2, 3, 64), (64,)])
 def test_in_place_operations_on_the_output(backend, size):
     x = torch.randn(size, device=DEVICE, requires_grad=True)
@@ -103,6 +110,7 @@ def test_in_place_operations_on_the_output(backend, size):
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 def test_an_input_changed_before_the_backward_is_an_error(backend):
     _, x, weight = _leaves()
     held = x * 1
@@ -112,6 +120,7 @@ def test_an_input_changed_before_the_backward_is_an_error(backend):
         y.sum().backward()
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 def test_the_backward_runs_on_the_forwards_backend(calls, monkeypatch):
     inputs, x, weight = _leaves(FP32)
     with use_backend("torch"):
@@ -124,6 +133,7 @@ def test_the_backward_runs_on_the_forwards_backend(calls, monkeypatch):
     assert [function for function, _ in calls] == expected
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 def test_a_tangent_that_reaches_the_backward_through_dy_alone(backend):
     """Forward mode over reverse mode, of what comes behind the norm: the tangent was lost."""
     inputs, x, weight = _leaves(FP32, FP32)
@@ -142,6 +152,7 @@ def test_a_tangent_that_reaches_the_backward_through_dy_alone(backend):
     torch.testing.assert_close(got, tangent_of(formula), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="autocast of CPU tensors")
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_cpu_autocast_changes_nothing_as_in_aten(dtype, backend):
@@ -154,6 +165,7 @@ def test_cpu_autocast_changes_nothing_as_in_aten(dtype, backend):
     assert torch.equal(y, expected) and x.grad.dtype == dtype
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 def test_inside_torch_compile(backend):
     """The op is called as it is, in a break of the graph; Dynamo would trace into the caches of a launch, or fail."""
     inputs, x, weight = _leaves()
@@ -171,6 +183,7 @@ def test_inside_torch_compile(backend):
     assert_within(expected_results(inputs), y=y.detach(), dx=dx, dw=dw)
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 def test_rows_inside_torch_compile(backend):
     inputs = make_inputs(13, 100)
     torch._dynamo.reset()
@@ -184,6 +197,7 @@ def test_rows_inside_torch_compile(backend):
     assert_within(expected_results(inputs), **results)
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 def test_the_reference_by_name_does_not_break_a_graph(monkeypatch):
     """A process's first call, before anything is chosen, breaks none either."""
     monkeypatch.setattr(registry, "_chosen", {})
@@ -194,6 +208,7 @@ def test_the_reference_by_name_does_not_break_a_graph(monkeypatch):
     assert torch.equal(y, expected) and y.requires_grad
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 def test_no_graph_is_compiled_again_for_other_calls():
     """Dynamo guards on all that a call reads: caches that grow by each new dtype must not be among it."""
     frames = CompileCounter()
@@ -207,3 +222,297 @@ def test_no_graph_is_compiled_again_for_other_calls():
             rms_norm(x.to(dtype), (8,), weight.to(dtype), backend="torch")
         norm(x, weight)
     assert frames.frame_count == 1
+
+
+VARIANT = Variant(BF16, (6, 64), bias_dtype=FP32, residual_dtype=BF16)
+NAMES = ("x", "weight", "bias", "residual")
+RESULTS = {"x": "dx", "weight": "dw", "bias": "db", "residual": "d_residual"}
+VARIANTS = {
+    "one gradient": VARIANT,
+    "alpha": VARIANT._replace(alpha=0.5),
+    "two dtypes": VARIANT._replace(residual_dtype=FP32),
+    "kept in float32": VARIANT._replace(residual_out_dtype=FP32, alpha=-0.5),
+    "kept in 16 bits": VARIANT._replace(dtype=FP32, residual_dtype=FP32, residual_out_dtype=BF16, alpha=0.22),
+}
+
+
+def leaves(inputs, needing=NAMES):
+    return {name: getattr(inputs, name).detach().requires_grad_(name in needing) for name in NAMES}
+
+
+def norm(variant, given, backend):
+    inputs = make(variant)._replace(**given)
+    return rms_norm(
+        inputs.x, variant.n, inputs.weight, variant.eps, **options(variant, inputs), backend=backend
+    )
+
+
+ASKED_FOR = [c for count in (1, 2, 3) for c in itertools.combinations(NAMES, count)]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("needing", ASKED_FOR, ids=",".join)
+def test_only_what_is_asked_for(name, needing, backend):
+    variant = VARIANTS[name]
+    inputs = make(variant)
+    given = leaves(inputs, needing)
+    y, residual_out = norm(variant, given, backend)
+    has_sum = "x" in needing or "residual" in needing
+    assert y.requires_grad and residual_out.requires_grad == has_sum
+    outputs = ((y, residual_out), (inputs.dy, inputs.d_residual_out)) if has_sum else (y, inputs.dy)
+    found = torch.autograd.grad(outputs[0], [given[n] for n in needing], outputs[1])
+    results = {RESULTS[n]: gradient for n, gradient in zip(needing, found, strict=True)}
+    check(variant, inputs, residual_out.detach(), **results)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_residual_out_alone(name, backend):
+    """The backend is not asked: the sum's gradient is exact. weight and bias have none."""
+    variant = VARIANTS[name]
+    inputs = make(variant)
+    given = leaves(inputs)
+    _, residual_out = norm(variant, given, backend)
+    dx, dw, db, d_residual = torch.autograd.grad(
+        residual_out, list(given.values()), inputs.d_residual_out, allow_unused=True
+    )
+    assert dw is None and db is None
+    wide = inputs.d_residual_out.float()
+    torch.testing.assert_close(dx, (variant.alpha * wide).to(variant.dtype), rtol=0, atol=0)
+    torch.testing.assert_close(d_residual, wide.to(variant.residual_dtype), rtol=0, atol=0)
+
+
+def test_one_tensor_is_both_gradients(backend, monkeypatch):
+    """Alpha 1 and one dtype save the memory of a row, and a write."""
+
+    wanted_by = []
+    gradients = eager.gradients
+    monkeypatch.setattr(
+        eager,
+        "gradients",
+        lambda tensors, call, wanted, *rest: (
+            wanted_by.append(wanted) or gradients(tensors, call, wanted, *rest)
+        ),
+    )
+    for variant in VARIANTS.values():
+        y, residual_out = norm(variant, leaves(inputs := make(variant)), backend)
+        torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
+    assert [wanted.d_residual for wanted in wanted_by] == [None, BF16, FP32, BF16, FP32]
+
+
+def test_gradients_that_are_accumulated_apart(backend):
+    """x.grad and residual.grad may be changed in place, as by clipping, though one tensor came back for both."""
+    given = leaves(inputs := make(VARIANT))
+    y, residual_out = norm(VARIANT, given, backend)
+    torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
+    kept = given["residual"].grad.clone()
+    given["x"].grad.zero_()
+    assert torch.equal(given["residual"].grad, kept)
+
+
+def test_what_is_saved(backend):
+    """residual_out, weight and rstd: neither x nor the residual."""
+    given = leaves(make(VARIANT))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y, residual_out = norm(VARIANT, given, backend)
+    pointers = [tensor.data_ptr() for tensor in saved]
+    assert pointers[:2] == [residual_out.data_ptr(), given["weight"].data_ptr()]
+    assert [tensor.shape for tensor in saved] == [(6, 64), (64,), (6,)]
+
+
+def test_residual_out_changed_in_place(backend):
+    """Autograd says so: it is saved."""
+    y, residual_out = norm(VARIANT, leaves(inputs := make(VARIANT)), backend)
+    residual_out.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(inputs.dy)
+
+
+def op_on(backend):
+    """The library op in place of `norm`, on x, weight, bias and residual of one dtype."""
+
+    def run(given):
+        x, weight, bias, residual = given.values()
+        options = 1, 1e-6, 0.0, "once", 1.0, None, None, backend
+        return torch.ops.tilegym_rmsnorm.rms_norm_forward(x, residual, weight, bias, *options)[::2]
+
+    return run
+
+
+def forms(backend):
+    return (lambda given: norm(VARIANT, given, backend)), op_on(backend)
+
+
+def test_residual_out_alone_needs_nothing_that_was_saved(backend):
+    """A residual stream is changed in place, as by `h += mlp(y.detach())`, and its graph is used twice."""
+    unpacked = []
+    for run in forms(backend):
+        given = leaves(make(VARIANT))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
+            _, residual_out = run(given)
+        given["weight"].detach().add_(1)
+        residual_out.add_(1)
+        for _ in range(2):
+            dx, d_residual = torch.autograd.grad(residual_out.sum(), (given["x"], given["residual"]))
+            assert torch.equal(dx, torch.ones_like(dx)) and torch.equal(d_residual, torch.ones_like(dx))
+        assert not unpacked
+
+
+def test_autograd_has_the_tensors_in_one_order(backend):
+    """In it gradients of one tensor are added, so bits depend on it, and DDP makes its buckets."""
+    for run in forms(backend):
+        given, seen = leaves(inputs := make(VARIANT)), []
+        y = run(given)[0]
+        y.grad_fn.register_hook(lambda gradients, _, seen=seen: seen.extend(gradients))  # of its inputs
+        y.backward(inputs.dy)
+        found, order = [each for each in seen if each is not None], ("x", "residual", "weight", "bias")
+        assert all(torch.equal(each, given[name].grad) for each, name in zip(found, order, strict=True))
+
+
+@pytest.mark.parametrize("hooks", ["offloaded", "another copy", "strided"])
+def test_hooks_of_saved_tensors(hooks, backend):
+    unpack = {
+        "another copy": lambda t: t.clone(),
+        "strided": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], dim=-1)[..., 0],
+    }
+    context = (
+        torch.autograd.graph.save_on_cpu()
+        if hooks == "offloaded"
+        else torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack[hooks])
+    )
+    given = leaves(inputs := make(VARIANT))
+    with context:
+        y, residual_out = norm(VARIANT, given, backend)
+    torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
+    results = {RESULTS[name]: tensor.grad for name, tensor in given.items()}
+    check(VARIANT, inputs, residual_out.detach(), **results)
+
+
+def test_gradients_that_are_expanded(backend):
+    """(y.sum() + residual_out.sum()).backward() expands gradients."""
+    given = leaves(inputs := make(VARIANT))
+    y, residual_out = norm(VARIANT, given, backend)
+    (y.float().sum() + 2 * residual_out.float().sum()).backward()
+    ones = inputs._replace(dy=torch.ones_like(y), d_residual_out=torch.full_like(residual_out, 2.0))
+    results = {RESULTS[name]: tensor.grad for name, tensor in given.items()}
+    check(VARIANT, ones, residual_out.detach(), **results)
+
+
+@pytest.mark.parametrize("size", [(0, 64), (2, 0, 64)])
+def test_no_rows(size, backend):
+    x, residual = (torch.ones(size, dtype=d, device=DEVICE, requires_grad=True) for d in (BF16, FP32))
+    weight = torch.ones(64, device=DEVICE, requires_grad=True)
+    bias = torch.ones(64, device=DEVICE, dtype=BF16, requires_grad=True)
+    y, residual_out = rms_norm(x, 64, weight, bias=bias, residual=residual, backend=backend)
+    assert (y.shape, y.dtype, residual_out.shape, residual_out.dtype) == (size, BF16, size, FP32)
+    grads = torch.autograd.grad((y.sum() + residual_out.sum()), (x, residual, weight, bias))
+    for gradient, leaf in zip(grads, (x, residual, weight, bias), strict=True):
+        assert (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype) and not gradient.any()
+
+
+def test_rstd_of_no_rows_has_the_dtype_of_the_sum():
+    """rstd of some rows has it too."""
+    for rows in (0, 2):
+        x, residual = torch.ones(rows, 8, device=DEVICE), torch.ones(rows, 8, dtype=FP64, device=DEVICE)
+        assert rms_norm_forward(x, None, residual=residual)[2].dtype is FP64
+        assert rms_norm_forward(residual, None, residual=x, residual_dtype=FP32)[2].dtype is FP32
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="autocast of CPUs casts nothing")
+def test_autocast_leaves_the_sum_as_it_is(backend):
+    inputs = make(VARIANT)
+    with torch.autocast("cuda", BF16):
+        y, residual_out = norm(VARIANT, leaves(inputs), backend)
+    assert residual_out.dtype == BF16
+    plain, _ = rms_norm_forward(residual_out, inputs.weight, VARIANT.eps, bias=inputs.bias, out_dtype=y.dtype)
+    torch.testing.assert_close(y, plain)
+
+
+def test_sums_that_round_up_to_infinity(backend):
+    """No NaN beside it in the row: it is a value like any other."""
+    x = torch.full((2, 64), 60000.0, dtype=torch.float16, device=DEVICE)
+    x[1] = 1.0
+    y, residual_out = rms_norm(x, 64, residual=x, backend=backend)
+    assert residual_out[0].isinf().all() and torch.equal(residual_out[1], x[1] * 2)
+    assert y[1].isfinite().all()
+
+
+def test_the_first_norm_of_a_block_and_the_second(backend):
+    """y and residual_out of one call go into the next: gradients add up along both ways."""
+    variant = Variant(FP32, (5, 64), residual_dtype=FP32)
+    inputs = make(variant)
+    given = leaves(inputs._replace(bias=torch.zeros(64, device=DEVICE)))
+
+    def block(norm):
+        y, stream = norm(given["x"], given["residual"])
+        y, stream = norm(torch.tanh(y), stream)
+        return torch.autograd.grad(
+            (y * inputs.dy + stream * inputs.d_residual_out).sum(),
+            [given["x"], given["residual"], given["weight"]],
+        )
+
+    def ours(x, residual):
+        return rms_norm(x, 64, given["weight"], 1e-3, residual=residual, backend=backend)
+
+    def theirs(x, residual):
+        total = x + residual
+        return torch.nn.functional.rms_norm(total, (64,), given["weight"], 1e-3), total
+
+    torch.testing.assert_close(block(ours), block(theirs), rtol=2e-5, atol=2e-4)
+
+
+def test_a_gradient_with_a_minus_sign_pending(backend):
+    """d_residual_out that is no plain memory: its values are those at its address times -1."""
+    x, residual, dy, d = (torch.randn(4, 64, device=DEVICE) for _ in range(4))
+    x.requires_grad_()
+    y, out = rms_norm(x, 64, residual=residual, backend=backend)
+    pending = torch.complex(d, d).conj().imag
+    assert pending.is_neg()
+    (expected,) = torch.autograd.grad((y, out), (x,), (dy, -d), retain_graph=True)
+    assert torch.equal(torch.autograd.grad((y, out), (x,), (dy, pending))[0], expected)
+
+
+def test_a_gradient_that_is_no_plain_memory_takes_all_checks(monkeypatch):
+    """Interpreters read through a pending minus sign, kernels do not."""
+
+    checked = []
+    run = checks.check_saved
+    monkeypatch.setattr(checks, "check_saved", lambda *a: checked.append(a) or run(*a))
+    x, d = torch.randn(4, 64, device=DEVICE, requires_grad=True), torch.randn(4, 64, device=DEVICE)
+    y, out = rms_norm(x, 64, residual=d, backend="torch")
+    torch.autograd.grad((y, out), (x,), (d, torch.complex(d, d).conj().imag))
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize("is_op", [False, True], ids=["function", "op"])
+@each_smooth_kind
+def test_numerically(op, kind, is_op):
+    call = op.make(kind)
+    function = call.by_op if is_op else call.public
+    checked = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
+    assert gradcheck(function, call.recorded(), **checked)
+    assert gradgradcheck(function, call.recorded())
+
+
+@each_smooth_kind
+def test_of_one_output(op, kind):
+    call = op.make(kind)
+    for output in range(len(call.dys)) if len(call.dys) > 1 else ():
+        assert gradgradcheck(lambda *given, output=output: call.public(*given)[output], call.recorded())
+
+
+@each_smooth_kind
+def test_behind_kernels(op, kind, backend):
+    """The gradient of a penalty on gradients, against the reference in float64."""
+
+    def penalty(dtype, name):
+        call = op.make(kind)
+        leaves = [each.to(dtype).requires_grad_() for each in call.leaves.values()]
+        results = call.public(*leaves, backend=name)
+        first = torch.autograd.grad(sum((each**2).sum() for each in results), leaves, create_graph=True)
+        return torch.autograd.grad(sum((each**2).sum() for each in first), leaves)
+
+    for one, other in zip(penalty(FP32, backend), penalty(FP64, "torch"), strict=True):
+        scale = other.abs().max()
+        torch.testing.assert_close(one.double() / scale, other / scale, rtol=1e-4, atol=1e-4)
+        assert one.device.type == DEVICE.type

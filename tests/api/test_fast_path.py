@@ -3,8 +3,6 @@
 
 """Layers of torch.nn that read a norm's weight, bias and eps in place of calling it."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -4,8 +4,6 @@
 """Residuals, biases and heads as nobody means to give them: one tensor twice, memory that overlaps, extents of 1 and 0,
 weights with strides, rows of NaN, settings of the process, threads."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

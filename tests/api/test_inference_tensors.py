@@ -4,15 +4,13 @@
 """Tensors made under torch.inference_mode, as of a frozen encoder, beside learned ones: gradients have the bits that
 other tensors of the same values give. Autograd refuses to save such a tensor; a copy is saved."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from every_op import assert_same_bits, every_kind
+from every_op import assert_same_bits, usual_kinds
 from helpers import DEVICE
 from torch.utils.checkpoint import checkpoint
 
@@ -41,7 +39,7 @@ def gradients(call, backend, learned, fixed):
     return [*results, tensors[learned].grad]
 
 
-@every_kind
+@usual_kinds
 def test_gradients_beside_tensors_made_for_inference(op, kind, backend):
     """Each tensor is learned alone, twice: by all checks and by what is remembered of them."""
     call = op.make(kind)

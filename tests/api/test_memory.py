@@ -7,8 +7,6 @@ Peaks are those of backends with kernels of their own; the reference makes whole
 tests/gpu/test_gpu_memory.py asks the allocator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

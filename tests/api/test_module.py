@@ -1,17 +1,24 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""RMSNorm as a module: what torch.nn.RMSNorm promises, and what is added."""
+"""RMSNorm as a module: what torch.nn.RMSNorm promises, of which each use comes to the same with both classes, and what
+is added; models that torch.fx traces; and keywords of other libraries' norms, to which the error names ours."""
 
 import copy
+import inspect
 import pickle
+import pydoc
 import re
+from typing import Any
 
 import pytest
 import torch
+from module_uses import REFUSALS, USES
+from torch import Tensor, fx, nn
 
 import tilegym_rmsnorm
 from tilegym_rmsnorm import RMSNorm, rms_norm
+from tilegym_rmsnorm.nn import configured, keywords
 
 
 def test_is_a_torch_rms_norm_with_the_same_state_dict():
@@ -243,7 +250,7 @@ BAD_SIZES_AND_DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("positional", "named", "error", "text"), BAD_SIZES_AND_DTYPES)
 def test_sizes_and_dtypes_are_checked_as_those_of_the_function(positional, named, error, text, compiled):
     """nn.RMSNorm said "'float' object is not iterable", or nothing until the first call."""
@@ -271,3 +278,220 @@ def test_a_norm_of_no_elements_is_one_of_torch_too(size):
 def test_every_dtype_that_a_call_takes_is_one_of_parameters(dtype):
     x = torch.randn(3, 8).to(dtype or torch.float32)
     torch.testing.assert_close(RMSNorm(8, dtype=dtype)(x), torch.nn.RMSNorm(8, dtype=dtype)(x))
+
+
+class Named(RMSNorm):
+    def __init__(self, width, **options):
+        super().__init__(width, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"hidden_size": 8}, "normalized_shape= for hidden_size="),
+        ({"dim": 8, "epsilon": 1e-6}, "normalized_shape= for dim=, eps= for epsilon="),
+        ({"normalized_shape": 8, "variance_epsilon": 1e-6}, "eps= for variance_epsilon="),
+        ({"normalized_shape": 8, "casting_mode": "gemma"}, 'casting="llama" or "once" for casting_mode='),
+        (
+            {"normalized_shape": 8, "other": 1, "zero_centered_gamma": True},
+            "offset=1.0 for zero_centered_gamma=",
+        ),
+        (
+            {"hidden_size": 8, "params_dtype": None},
+            "normalized_shape= for hidden_size=, dtype= for params_dtype=",
+        ),
+    ],
+)
+def test_ours_are_named(options, said):
+    with pytest.raises(TypeError, match=f"^RMSNorm: expected {re.escape(said)}; docs/coming-from.md has"):
+        RMSNorm(**options)
+
+
+@pytest.mark.parametrize("theirs", keywords.OURS)
+def test_each_in_a_subclass_and_a_configured_class(theirs):
+    with pytest.raises(TypeError, match=f"^Named: expected .* for {theirs}=; "):
+        Named(8, **{theirs: 1})
+    cls = RMSNorm.configured(offset=1.0)
+    if theirs in configured.OTHER_NAMES:  # which such a class takes, as models of transformers pass them
+        assert keywords.OURS[theirs] == f"{configured.OTHER_NAMES[theirs]}="
+    else:
+        with pytest.raises(TypeError, match=f"^RMSNorm: expected .* for {theirs}=; "):
+            cls(8, **{theirs: 1})
+
+
+def test_ours_are_named_where_a_class_is_configured():
+    with pytest.raises(
+        TypeError, match='^configured: expected casting="llama" or "once" for casting_mode=; '
+    ):
+        RMSNorm.configured(casting_mode="gemma")
+    with pytest.raises(TypeError, match="^configured: expected options among eps, .*, got 'hidden_size'$"):
+        RMSNorm.configured(hidden_size=8)
+
+
+def test_ours_exist_and_theirs_do_not():
+    parameters = inspect.signature(RMSNorm).parameters
+    assert not parameters.keys() & keywords.OURS.keys()
+    assert {text.partition("=")[0] for text in keywords.OURS.values()} <= parameters.keys()
+
+
+def test_a_name_of_nobody_is_refused_as_python_refuses_it():
+    with pytest.raises(TypeError, match=r"^RMSNorm.__init__\(\) got an unexpected keyword argument 'ep'"):
+        RMSNorm(8, ep=1e-6)
+
+
+def test_help_shows_the_signature_itself():
+    assert not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(RMSNorm).parameters.values())
+    shown = pydoc.plain(pydoc.render_doc(RMSNorm))
+    assert "RMSNorm(normalized_shape: 'int | Sequence[int]', eps: 'float | None' = None" in shown
+
+
+CLASSES = pytest.mark.parametrize(
+    "cls", [RMSNorm, RMSNorm.configured(eps=None)], ids=["RMSNorm", "configured"]
+)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:Mismatch dtype")
+@pytest.mark.parametrize("name", USES)
+@CLASSES
+def test_it_comes_to_the_same_as_with_torch(name, cls):
+    assert_same(USES[name](cls), USES[name](nn.RMSNorm))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@CLASSES
+def test_it_raises_as_with_torch(name, cls):
+    """Errors are of the same kind and name what is wrong. Where arguments do not fit, rms_norm raises TypeError or
+    ValueError, F.rms_norm mostly RuntimeError. No more of the messages is compared: PyTorch's change from version to
+    version."""
+    function, text = REFUSALS[name]
+    with pytest.raises(Exception, match=text) as theirs:
+        function(nn.RMSNorm)
+    with pytest.raises(Exception, match=text) as ours:
+        function(cls)
+    is_of_arguments = ours.type in (TypeError, ValueError) and issubclass(theirs.type, RuntimeError)
+    assert ours.type is theirs.type or is_of_arguments
+
+
+def assert_same(result: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert isinstance(result, nn.Parameter) == isinstance(expected, nn.Parameter)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    elif isinstance(expected, (list, tuple)):
+        assert type(result) is type(expected) and len(result) == len(expected)
+        for one, other in zip(result, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, dict):
+        assert list(result) == list(expected)
+        for key in expected:
+            assert_same(result[key], expected[key])
+    else:
+        assert result == expected
+
+
+N = 8
+OPTIONS = {
+    "as torch": {},
+    "bias": {"bias": True},
+    "everything": {"eps": 1e-5, "offset": 1.0, "bias": True, "casting": "llama", "backend": "torch"},
+    "no weight": {"elementwise_affine": False},
+}
+
+
+class WithResidual(nn.Module):
+    """Two norms around a residual stream."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.first, self.last = RMSNorm(N, **options), RMSNorm(N, **options)
+
+    def forward(self, x, residual):
+        x, residual = self.first(x, residual)
+        return self.last(x + residual), residual
+
+
+def changed(model: nn.Module) -> nn.Module:
+    """Make all parameters unlike each other."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand_like(parameter))
+    return model
+
+
+def calls_of(traced: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in traced.graph.nodes if node.op == "call_function" and node.target is rms_norm]
+
+
+def results(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Return outputs, and the gradients of inputs and parameters."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    y = model(*leaves)
+    outputs = list(y) if isinstance(y, tuple) else [y]
+    total = sum(output.square().sum() for output in outputs)
+    return outputs + list(torch.autograd.grad(total, [*leaves, *model.parameters()]))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_norm_is_one_node(name):
+    model = changed(nn.Sequential(nn.Linear(N, N), RMSNorm(N, **OPTIONS[name])))
+    x = torch.randn(5, N)
+    traced = fx.symbolic_trace(model)
+    (call,) = calls_of(traced)
+    assert call.kwargs["casting"] == model[1].casting and call.kwargs["backend"] == model[1].backend
+    assert list(traced.state_dict()) == list(model.state_dict())
+    for one, other in zip(results(traced, x), results(model, x), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_parameters_are_looked_up_when_the_graph_runs():
+    model = changed(nn.Sequential(RMSNorm(N, bias=True)))
+    traced, x = fx.symbolic_trace(model), torch.randn(5, N)
+    with torch.no_grad():
+        traced.load_state_dict({"0.weight": torch.full((N,), 2.0), "0.bias": torch.full((N,), 3.0)})
+    assert torch.equal(traced(x), rms_norm(x, (N,), torch.full((N,), 2.0), bias=torch.full((N,), 3.0)))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_with_a_residual(name):
+    model = changed(WithResidual(**OPTIONS[name]))
+    inputs = torch.randn(5, N), torch.randn(5, N)
+    traced = fx.symbolic_trace(model)
+    assert len(calls_of(traced)) == 2
+    for one, other in zip(results(traced, *inputs), results(model, *inputs), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_traced_again_and_by_itself():
+    model, x = changed(nn.Sequential(RMSNorm(N, bias=True))), torch.randn(5, N)
+    again = fx.symbolic_trace(fx.symbolic_trace(model))
+    assert len(calls_of(again)) == 1 and list(again.state_dict()) == list(model.state_dict())
+    assert torch.equal(again(x), model(x))
+    assert torch.equal(fx.symbolic_trace(model[0])(x), model(x))
+
+
+def test_a_traced_model_can_be_copied():
+    model, x = changed(nn.Sequential(RMSNorm(N))), torch.randn(5, N)
+    traced = fx.symbolic_trace(model)
+    assert torch.equal(copy.deepcopy(traced)(x), model(x))
+    assert torch.equal(pickle.loads(pickle.dumps(traced))(x), model(x))
+
+
+class Tracer(fx.Tracer):
+    """The tracer of docs/limits.md."""
+
+    def is_leaf_module(self, m, module_qualified_name):
+        return isinstance(m, RMSNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_tracer_of_ones_own_keeps_the_module(name):
+    """Hooks of the norm run when the graph runs, as an nn.RMSNorm's do."""
+    model = changed(WithResidual(**OPTIONS[name]))
+    inputs = torch.randn(5, N), torch.randn(5, N)
+    traced = fx.GraphModule(model, Tracer().trace(model))
+    assert not calls_of(traced)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["first", "last"]
+    for one, other in zip(results(traced, *inputs), results(model, *inputs), strict=True):
+        assert torch.equal(one, other)
+    y, _ = traced(*inputs)
+    traced.last.register_forward_hook(lambda module, given, y: 2 * y)
+    assert torch.equal(traced(*inputs)[0], 2 * y)

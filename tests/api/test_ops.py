@@ -90,8 +90,7 @@ def test_layouts_of_x_and_dy(backend, layout, n):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [lambda w: arranged(w, "columns"), lambda w: arranged(w, "offset"), lambda w: w[:1].expand(100)],
+    "layout", [lambda w: arranged(w, "columns"), lambda w: arranged(w, "offset"), lambda w: w[:1].expand(100)]
 )
 def test_layouts_of_weight_and_rstd(backend, layout):
     x, dy, weight, eps, *_ = inputs = make_inputs(13, 100, BF16, FP32)

@@ -1,19 +1,34 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Plain tensors: the three places that ask for them without the longer checks must give one answer."""
+"""Plain tensors: the three places that ask for them without the longer checks must give one answer. Tensors whose data
+is elsewhere, or nowhere, are none: kernels would be launched on address 0."""
+
+import contextlib
 
 import by_address
 import pytest
 import torch
+from every_op import each_op, note_unknown
 from gate_cases import Named, freed, freed_view
-from helpers import HAS_GPU
+from helpers import HAS_GPU, settle_interpreters
+from processes import mesh_of_one
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tilegym_rmsnorm import BackendUnavailableError, override_aten, use_backend
+from tilegym_rmsnorm import (
+    BackendUnavailableError,
+    override_aten,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+    use_backend,
+)
+from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.call import tensors as call_tensors
 from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.ops.norm import checks, passes
 from tilegym_rmsnorm.ops.norm.eager import _are_as_saved
+from tilegym_rmsnorm.ops.norm.op import KNOWN_FORWARDS
 from tilegym_rmsnorm.ops.norm.spec import Spec
 from tilegym_rmsnorm.routes import choose, known_calls
 
@@ -146,3 +161,130 @@ def test_the_override_of_aten_agrees_with_the_route(kind, monkeypatch):
             is_taken = not isinstance(found, str)
             assert is_taken == (kind in PLAIN)
             assert not is_taken or route_name(x, weight) == choose.KERNELS
+
+
+ROWS, WEIGHT = torch.randn(3, 8), torch.rand(8) + 0.5
+KERNELS = ("cutile", "triton")
+
+
+@pytest.fixture
+def every_kernel_by_auto(monkeypatch):
+    """Let "auto" take kernels for what they can run, as on a GPU."""
+    settle_interpreters(monkeypatch)
+    for backend in KERNELS:
+        monkeypatch.setattr(registry._probe(backend), "interpreting", lambda: True)
+
+
+@contextlib.contextmanager
+def dtensors():
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    with mesh_of_one() as mesh:
+        yield lambda tensor: distribute_tensor(tensor, mesh, [Replicate()])
+
+
+@contextlib.contextmanager
+def fakes():
+    with FakeTensorMode() as mode:
+        yield mode.from_tensor
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@each_op
+def test_freed_memory_is_refused(op, is_known, monkeypatch):
+    """A call like an earlier one skips all other checks."""
+    with torch.no_grad():
+        for name in (first := op.make(op.alike)).leaves | first.fixed:
+            call = op.make(op.alike, seed=1)
+            known_calls.forget()
+            if is_known:
+                call.public(*call.tensors, backend="torch")
+                with monkeypatch.context() as patch:
+                    unknown = note_unknown(op, patch)
+                    first.public(*first.tensors, backend="torch")
+                    assert not unknown
+            (call.leaves | call.fixed)[name].untyped_storage().resize_(0)
+            with pytest.raises(ValueError, match=f"^{name}: expected memory behind its elements"):
+                call.public(*call.tensors, backend="torch")
+
+
+@pytest.mark.parametrize("backend", (*KERNELS, "auto"))
+def test_plain_tensors_beside_dtensors_are_refused(backend):
+    """An error names the plain tensor, before a kernel."""
+    rstd = torch.rand(3)
+    with dtensors() as stand_in:
+        attempts = (
+            lambda: rms_norm_forward(stand_in(ROWS), WEIGHT, backend=backend),
+            lambda: rms_norm_backward(ROWS, stand_in(ROWS), WEIGHT, rstd, backend=backend),
+            lambda: rms_norm_backward(ROWS, ROWS, WEIGHT, stand_in(rstd), backend=backend),
+        )
+        for attempt in attempts:
+            with pytest.raises(
+                TypeError, match="^[a-z]+: expected a DTensor as [a-z]+ is, got a plain tensor"
+            ):
+                attempt()
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_dtensor_inside_of_torch_func_is_refused_by_name(backend):
+    with dtensors() as stand_in:
+        x = stand_in(ROWS)
+        with pytest.raises(BackendUnavailableError, match="torch.func transforms this call"):
+            torch.func.grad(lambda x: rms_norm(x, 8, backend=backend).sum().to_local())(x)
+
+
+@pytest.mark.parametrize("backend", (*KERNELS, "auto"))
+def test_fake_tensors_give_fake_results(backend):
+    with fakes() as fake:
+        x, weight, rstd = fake(ROWS), fake(WEIGHT), fake(torch.rand(3))
+        y = rms_norm(x, (8,), weight, backend=backend)
+        *results, of_forward = rms_norm_forward(x, None, backend=backend)
+        gradients = rms_norm_backward(x, x, weight, rstd, needs_db=True, backend=backend)
+    assert [tuple(each.shape) for each in (y, *results, *gradients)] == [(3, 8)] * 3 + [(8,)] * 2
+    assert of_forward.shape == (3,) and isinstance(y, FakeTensor) and isinstance(gradients[1], FakeTensor)
+
+
+def test_auto_takes_dtensors_that_are_sharded_in_the_middle(every_kernel_by_auto):
+    """Sequence parallelism shards so."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    x, weight = torch.randn(2, 4, 8), WEIGHT.clone().requires_grad_()
+    expected = rms_norm(x, (8,), weight, backend="auto")
+    expected.sum().backward()
+    with dtensors() as distribute:
+        replicated = distribute(WEIGHT).requires_grad_()
+        y = rms_norm(
+            distribute_tensor(x, replicated.device_mesh, [Shard(1)]), (8,), replicated, backend="auto"
+        )
+        y.sum().backward()
+        assert y.placements == (Shard(1),) and torch.equal(y.full_tensor(), expected)
+        torch.testing.assert_close(replicated.grad.full_tensor(), weight.grad)
+
+
+def test_auto_takes_what_local_tensors_get_for_dtensors(every_kernel_by_auto):
+    expected = rms_norm(ROWS, (8,), WEIGHT, backend="auto")
+    with dtensors() as stand_in:
+        y = rms_norm(stand_in(ROWS), (8,), stand_in(WEIGHT), backend="auto")
+        assert torch.equal(y.full_tensor(), expected)
+
+
+def test_auto_takes_no_kernel_for_fake_tensors(every_kernel_by_auto):
+    with fakes() as stand_in:
+        assert rms_norm(stand_in(ROWS), (8,), stand_in(WEIGHT), backend="auto").shape == ROWS.shape
+
+
+def test_what_auto_takes_for_them_is_not_what_others_get(every_kernel_by_auto):
+    """One call under vmap would leave all later ones like it to the reference."""
+    torch.func.vmap(lambda row: rms_norm(row, (8,), WEIGHT, backend="auto"))(ROWS)
+    with fakes() as stand_in:
+        rms_norm(stand_in(ROWS), (8,), stand_in(WEIGHT), backend="auto")
+    assert not passes.KNOWN._kinds and not KNOWN_FORWARDS._kinds
+
+
+@pytest.mark.parametrize("backend", ("torch", "auto"))
+def test_a_fake_gradient_for_a_bias_alone(backend):
+    """The saved tensors are real, and FakeTensorMode refuses operations on those."""
+    bias = torch.zeros(8, requires_grad=True)
+    y = rms_norm(ROWS, (8,), WEIGHT, bias=bias, backend=backend)
+    with fakes() as stand_in:
+        assert torch.autograd.grad(y, bias, stand_in(ROWS))[0].shape == (8,)

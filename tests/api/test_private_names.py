@@ -92,10 +92,7 @@ STATES = {  # what is asked, and the places where the answer is yes
         {"FakeTensorMode", "make_fx with fake tensors"},
     ),
     "_C._get_dispatch_mode(FUNCTIONAL)": (lambda: has_mode("FUNCTIONAL"), {"FunctionalTensorMode"}),
-    "forward_ad._current_level": (
-        lambda: forward_ad._current_level >= 0,
-        {"dual_level", "torch.func.jvp"},
-    ),
+    "forward_ad._current_level": (lambda: forward_ad._current_level >= 0, {"dual_level", "torch.func.jvp"}),
     "compiler._is_exporting_flag": (lambda: torch.compiler._is_exporting_flag, set()),
 }
 

@@ -15,8 +15,6 @@ Of sequences with 1920 patches or more height and width are cut, since each take
 frames and heads are theirs.
 """
 
-from __future__ import annotations
-
 import pytest
 import rope_calls
 import torch

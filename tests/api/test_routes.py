@@ -23,7 +23,11 @@ def test_the_kept_table_has_every_cell(kept):
     assert set(kept[1]) == set(routes.cells()), f"rewrite it: {routes.COMMAND}"
 
 
-@pytest.mark.parametrize("surrounding", SURROUNDINGS)
+COMPILED = ("AOTAutograd", "Dynamo", "compiled autograd")
+EACH = [pytest.param(each, marks=[pytest.mark.slow] * each.startswith(COMPILED)) for each in SURROUNDINGS]
+
+
+@pytest.mark.parametrize("surrounding", EACH)
 def test_routes(kept, surrounding):
     version, expected = kept
     seen = routes.observed([surrounding])

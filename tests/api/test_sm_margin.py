@@ -3,8 +3,6 @@
 
 """SMs that a process leaves free: who says how many, and that calls follow it."""
 
-from __future__ import annotations
-
 import threading
 import types
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from every_op import of_each_op
+from helpers import in_turn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -127,10 +128,10 @@ def test_a_module_and_half_precision():
     torch.testing.assert_close(dw, expected, rtol=2e-2, atol=2e-1)
 
 
-@pytest.mark.parametrize("backend", [None, "torch"])
-@pytest.mark.parametrize(
-    "name", ["vmap", "grad", "grad of vmap", "gradients of each sample", "vjp", "jacrev"]
-)
+COMPILED = "vmap", "grad", "grad of vmap", "gradients of each sample", "vjp", "jacrev"
+
+
+@pytest.mark.parametrize(("name", "backend"), in_turn(COMPILED, [None, "torch"], of=2))
 @of_each_op(lambda op: {name: each for name, each in op.smooth.items() if name == "plain"})
 def test_transforms_inside_torch_compile_do_as_of_the_formula(name, backend, op, kind):
     """Their gradients were 0."""

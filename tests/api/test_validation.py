@@ -115,11 +115,7 @@ BAD_NORM = [
         ValueError,
         "weight: expected shape (8,), or (1, 8), since input of shape (3, 1, 8) has 1 head, got (2, 8)",
     ),
-    (
-        {"weight": torch.ones(3, 8), "bias": W},
-        ValueError,
-        "bias: expected shape (3, 8), got (8,)",
-    ),
+    ({"weight": torch.ones(3, 8), "bias": W}, ValueError, "bias: expected shape (3, 8), got (8,)"),
     (
         {"weight": torch.ones(2, 8), "input": torch.ones(8)},
         ValueError,
@@ -186,11 +182,7 @@ BAD_EPS = [
         TypeError,
         "eps: expected a finite number, at least 0, or None, got a tensor of shape ()",
     ),
-    (
-        {"eps": DY},
-        TypeError,
-        "got a tensor of shape (3, 8); a residual is given by name: residual=",
-    ),
+    ({"eps": DY}, TypeError, "got a tensor of shape (3, 8); a residual is given by name: residual="),
     ({"eps": -1e-6}, ValueError, "eps: expected a finite number, at least 0, or None, got -1e-06"),
     ({"eps": math.nan}, ValueError, "eps: expected a finite number"),
     ({"eps": math.inf}, ValueError, "eps: expected a finite number"),
@@ -200,11 +192,7 @@ BAD_BACKWARD = [
     ({"dy": torch.ones(M, N - 1)}, ValueError, "dy: expected the shape of x, (3, 8), got (3, 7)"),
     ({"dy": torch.ones(N)}, ValueError, "dy: expected the shape of x, (3, 8), got (8,)"),
     ({"dy": DY.long()}, TypeError, "dy: expected a dtype of torch.float16, torch.bfloat16"),
-    (
-        {"d_residual_out": DY[:2]},
-        ValueError,
-        "d_residual_out: expected the shape of x, (3, 8), got (2, 8)",
-    ),
+    ({"d_residual_out": DY[:2]}, ValueError, "d_residual_out: expected the shape of x, (3, 8), got (2, 8)"),
     (
         {"d_residual_out": DY.to("meta")},
         ValueError,

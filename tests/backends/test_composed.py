@@ -3,8 +3,6 @@
 
 """Compositions around a backend's kernels, with the reference in the kernels' place."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

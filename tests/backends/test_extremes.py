@@ -5,8 +5,6 @@
 GPU, are held to float64 wherever float32 can hold what the formula names, and are finite wherever F.rms_norm is; the
 cutile backwards in the range that kernels/backward.py names."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import plain_calls

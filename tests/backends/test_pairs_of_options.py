@@ -6,8 +6,6 @@
 Tests of one option leave out what two of them make together. Numbers are new in each run; a failure prints the seed.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
 As test_pairs_of_options.py. Without k it is rms_norm_rope.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

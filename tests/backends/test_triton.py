@@ -3,8 +3,6 @@
 
 """Backend "triton": every branch of its kernels. Without a GPU they run in Triton's interpreter."""
 
-from __future__ import annotations
-
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 

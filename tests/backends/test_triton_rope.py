@@ -8,8 +8,6 @@ several. Without --every-config one form of a case has the one kind of tiles, an
 GPU the kernels run in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -82,9 +80,7 @@ def test_cases(name, interleaved, tiles):
 
 
 @pytest.mark.parametrize(
-    ("widths", "interleaved", "tiles"),
-    in_turn(WIDTHS, [False, True], TILES, of=2),
-    indirect=["tiles"],
+    ("widths", "interleaved", "tiles"), in_turn(WIDTHS, [False, True], TILES, of=2), indirect=["tiles"]
 )
 def test_widths(widths, interleaved, tiles):
     """Each width and form has one kind of tiles, in turn, without --every-config."""

@@ -8,8 +8,6 @@ bits unless the first one leaves something behind, so one case of each plan look
 variants.py, in float64.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

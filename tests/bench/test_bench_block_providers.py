@@ -3,8 +3,6 @@
 
 """Who computes the benchmark's ops of a transformer block: libraries, PyTorch, and this package's backends."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -3,8 +3,6 @@
 
 """The timer that Inductor is given. What it measures on a GPU: tests/gpu/test_gpu.py."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import sys

@@ -3,8 +3,6 @@
 
 """Calls of other libraries by the benchmark, by way of the modules in fake_peers.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -1,24 +1,28 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The benchmark's results, and the gate that compares them with kept ones."""
-
-from __future__ import annotations
+"""The benchmark's results, the gate that compares them with kept ones, and cutile against its peers. What the kept ones
+say again passes, and a tenth more of any cell fails."""
 
 import csv
 import dataclasses
 import json
+import os
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from bench_records import make_record, make_result
 
 from bench import gate
-from bench.measure import cell
-from bench.measure.provenance import gpu_slug
+from bench.measure import cell, shapes
+from bench.measure.provenance import RESULTS, ROOT, gpu_slug, kept_in
 from bench.measure.run_shape import Bench
 from bench.providers.ours import make_provider
-from bench.report import readme, tables
+from bench.report import compare, readme, tables
+from bench.report.pictures import MOST_BYTES
 from tilegym_rmsnorm import is_backend_available
 
 # Tables, files
@@ -37,9 +41,7 @@ def test_result_is_written_and_read_back(tmp_path):
 
 def test_tables_show_figures_failures_and_what_was_not_measured():
     result = make_result(
-        make_record(),
-        make_record(None, provider="triton"),
-        unavailable={"cutile": "no GPU. To mend it: pip"},
+        make_record(), make_record(None, provider="triton"), unavailable={"cutile": "no GPU. To mend it: pip"}
     )
     text = tables.by_op(result)
     assert "2000  66%" in text and "100.0 ±0% / 30" in text
@@ -240,3 +242,196 @@ def test_gate_compares_with_the_same_gpu_only_and_never_with_itself(tmp_path, ca
     assert gate.main(arguments) == 1
     assert "100.0 us before, 150.0 us now (+50.0%)" in capsys.readouterr().out
     assert gate.main([str(same / "2026-11-20-bfloat16.json"), *arguments[1:]]) == 0
+
+
+GPUS = list(dict.fromkeys(result["gpu"] for _, result in kept_in()))
+KINDS = [(gpu, kind) for gpu in GPUS for kind in dict.fromkeys(map(shapes.kind_of, gate.load_kept(gpu)))]
+EVERY_KIND = pytest.mark.parametrize(
+    ("gpu", "kind"), KINDS, ids=[f"{gpu_slug(gpu)}-{kind}" for gpu, kind in KINDS]
+)
+SHIPPED = ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]  # of which README shows figures
+
+
+def newest(gpu, kind="models"):
+    """One result of this GPU model and kind, with the newest kept figure of each cell of this package's kernels."""
+    kept = [each for each in gate.load_kept(gpu) if shapes.kind_of(each) == kind]
+    records = {shapes.cell_of(each): each for result in kept for each in result["records"] if each["us"]}
+    ours = [each for cell, each in records.items() if cell[-1] in gate.GATED_PROVIDERS]
+    return {**kept[-1], "records": ours}
+
+
+def slowed(result, cells, factor):
+    """The result, were these cells slower by a factor."""
+    records = [
+        {**each, "us": each["us"] * (factor if shapes.cell_of(each) in cells else 1)}
+        for each in result["records"]
+    ]
+    return {**result, "records": records}
+
+
+@pytest.mark.parametrize("gpu", SHIPPED)
+def test_every_shape_op_and_dtype_is_kept(gpu):
+    assert len({shapes.cell_of(each) for each in newest(gpu)["records"]}) >= 29 * 2 * 3
+
+
+def test_kept_results_pass_and_a_tenth_more_fails(tmp_path, capsys):
+    """CI's benchmark job ends with this command."""
+    result, path = newest(SHIPPED[0]), tmp_path / "new.json"
+    cells = {shapes.cell_of(each) for each in result["records"]}
+    for factor, failed in ((1.0, 0), (1.1, len(cells))):
+        tables.write_json(slowed(result, cells, factor), path)
+        assert gate.main([str(path)]) == (1 if failed else 0)
+        text = f"{len(cells)} cells compared on {result['gpu']}, {failed} failed, 0 not run"
+        assert text in capsys.readouterr().out
+
+
+@EVERY_KIND
+def test_one_cell_that_takes_a_tenth_more_is_found(gpu, kind):
+    result = newest(gpu, kind)
+    kept = [each for each in gate.load_kept(gpu) if shapes.kind_of(each) == kind]
+    for record in result["records"]:
+        cell = shapes.cell_of(record)
+        [line] = gate.compare(slowed(result, {cell}, 1.1), kept, accepted=gate.ACCEPTED).failed
+        assert "{4} {0} {1}x{2} {3}".format(*cell) in line and "+10.0%" in line
+
+
+# What counts as kept
+
+
+def test_only_what_is_kept_counts(tmp_path):
+    """Files that git ignores do not count: each of these folders was taken for a GPU's."""
+    h100, h200 = SHIPPED
+    for name, result in {
+        f"{gpu_slug(h100)}/2026-11-20-float32": make_result(make_record()),
+        "cpu/2026-11-20-bfloat16": make_result(make_record(), gpu=None),
+        "ci/2026-11-20-bfloat16": make_result(make_record(), gpu=h200),
+        f"partial/{gpu_slug(h200)}/2026-11-20-bfloat16": make_result(make_record(), gpu=h200),
+        f"{gpu_slug(h200)}/2026-11-20-bfloat16-grid": make_result(make_record(), gpu=h200, is_grid=True),
+    }.items():
+        tables.write_json(result, tmp_path / f"{name}.json")
+    for name, text in {"train": '{"gpu": "NVIDIA H200", "runs": []}', "list": "[]"}.items():
+        (tmp_path / gpu_slug(h200) / f"{name}.json").write_text(text)
+    (tmp_path / "ci" / "cut.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "README.md").write_text("")
+    assert len(gate.load_kept(h100, tmp_path)) == 1 and gate.load_kept(h200, tmp_path) == []
+    assert gate.load_kept(h100, tmp_path / "none") == []
+    tables.write_json(make_result(make_record(), gpu=h200), tmp_path / gpu_slug(h200) / "2026-11-21.json")
+    assert len(gate.load_kept(h200, tmp_path)) == 1
+
+
+def test_a_damaged_kept_result_is_an_error(tmp_path):
+    """Leaving it out made the gate pass whatever was run."""
+    new = tmp_path / "new.json"
+    path = tmp_path / gpu_slug(SHIPPED[0]) / "2026-11-20-split.json"
+    for each in (new, path):
+        tables.write_json(make_result(make_record()), each)
+    path.write_text(path.read_text()[:200])
+    for read in (
+        lambda: gate.main([str(new), "--results", str(tmp_path)]),
+        lambda: readme.newest_by_gpu(tmp_path, "-split.json"),
+    ):
+        with pytest.raises(ValueError, match=f"{path}: expected a result in JSON, got "):
+            read()
+
+
+# What is kept
+
+
+def kind_of(path, result):
+    """The shapes of models, a grid, ops of a transformer block, and the dtype; of a study its file's name without the
+    date."""
+    if "records" not in result:
+        return path.stem.lstrip("0123456789-"), None
+    return shapes.kind_of(result), result["records"][0]["dtype"]
+
+
+def pictures_shown():
+    """The pictures that README.md, the pages of docs/ and those of kept results show."""
+    of_results = (path.with_suffix(".md") for path in readme.kept_results(RESULTS))
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *of_results):
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", page.read_text(encoding="utf-8")):
+            yield Path(os.path.normpath(page.parent / target))
+
+
+def test_the_newest_of_each_kind_and_what_pages_show_is_kept_and_nothing_else():
+    """Old results and pictures that no page shows made a clone large. What a run has just written is not kept yet."""
+    listed = subprocess.run(["git", "ls-files", "."], cwd=RESULTS, capture_output=True, text=True)
+    if listed.returncode != 0 or not listed.stdout:
+        pytest.skip("not a git checkout")
+    there = {RESULTS / name for name in listed.stdout.splitlines()}
+    newest: dict[tuple[object, ...], tuple[str, Path]] = {}
+    for path in there:
+        if path.suffix == ".json":
+            result = json.loads(path.read_text())
+            key = path.parent, kind_of(path, result)
+            newest[key] = max(newest.get(key, ("", path)), (result["date"], path))
+    kept = {path for _, path in newest.values()}
+    of_runs = [path for path in kept if "records" in json.loads(path.read_text())]
+    kept |= {path.with_suffix(suffix) for path in of_runs for suffix in (".csv", ".md")}
+    kept |= {path for path in pictures_shown() if path.is_relative_to(RESULTS)}
+    assert there == kept | {RESULTS / "README.md"}
+    large = [path.name for path in there if path.suffix == ".png" and path.stat().st_size > MOST_BYTES]
+    assert not large
+
+
+def make_cell(ours: float | None, *peers: tuple[str, float | None], **cell):
+    """The records of one cell: cutile's time and those of peers."""
+    times = [("cutile", ours), *peers]
+    return [make_record(us, provider=name, **cell) for name, us in times]
+
+
+def test_the_best_peer_is_the_fastest_that_is_none_of_ours():
+    peers = (
+        ("quack", 130.0),
+        ("torch.compile", 120.0),
+        ("triton", 90.0),
+        ("cutile[P=M]", 80.0),
+        ("broken", None),
+    )
+    (cell,) = compare.compare(make_result(*make_cell(100.0, *peers)), "backward")
+    assert (cell.peer["provider"], cell.ratio) == ("torch.compile", 1.2)
+
+
+def test_cells_without_both_sides_are_left_out():
+    records = make_cell(None, ("quack", 100.0)) + make_cell(100.0, ("quack", None), rows=8)
+    assert compare.compare(make_result(*records), "backward") == []
+    assert compare.compare(make_result(*make_cell(100.0, ("quack", 100.0))), "forward") == []
+
+
+def test_the_mean_is_geometric():
+    records = make_cell(100.0, ("quack", 200.0)) + make_cell(100.0, ("quack", 50.0), rows=8)
+    assert compare.mean_ratio(compare.compare(make_result(*records), "backward")) == pytest.approx(1.0)
+    assert compare.mean_ratio([]) is None
+
+
+def test_the_table_names_the_peer_and_its_settings():
+    peer = make_record(125.0, provider="quack", settings="its heuristic", gb_per_s=1600.0)
+    text = compare.table(make_result(make_record(100.0), peer), "backward", "github")
+    (line,) = [line for line in text.splitlines() if "4096 x 1024" in line]
+    assert [each.strip() for each in line.strip("|").split("|")] == [
+        *("4096 x 1024", "2000", "1600", "quack (its heuristic)", "1.25", "66%")
+    ]
+
+
+@pytest.mark.parametrize(("gb_per_s", "cost"), [(1000.0, "+3.1%"), (900.0, "")])
+def test_the_cost_of_dw_is_that_of_large_calls(gb_per_s, cost):
+    """103 MB and 93 MB."""
+    records = make_record(103.1, gb_per_s=gb_per_s), make_record(100.0, op="dx")
+    *_, line = compare.workspace_table(make_result(*records, sms=132), "pipe").splitlines()
+    assert line.split("|")[-2].strip() == cost
+
+
+def test_the_summary_has_means_and_workspace():
+    records = make_cell(100.0, ("quack", 120.0)) + make_cell(100.0, ("quack", 90.0), rows=8)
+    records[0] |= {"workspace_bytes": 4 * 1024 * 264}
+    text = compare.summary(make_result(*records, make_record(99.0, op="dx"), sms=132))
+    assert "geometric mean of 2 ratios: 1.039" in text
+    line = next(line for line in text.splitlines() if "1081344" in line)
+    assert line.split() == ["4096", "x", "1024", "1081344", "264", "2.00", "+1.0%"]
+
+
+def test_there_is_no_summary_without_a_gpu_or_peers():
+    assert compare.summary(make_result(*make_cell(100.0, ("quack", 120.0)), gpu=None)) == ""
+    assert compare.summary(make_result()) == ""
+    assert compare.compare(make_result(make_record(100.0)), "backward") == []

@@ -3,8 +3,6 @@
 
 """The benchmark of one norm, eager, traced and by each pass over its graph."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -3,8 +3,6 @@
 
 """`bench/run.sh --widths SEED`: the widths that a seed draws, what is measured of them, the command."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

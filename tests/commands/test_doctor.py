@@ -3,8 +3,6 @@
 
 """`python -m tilegym_rmsnorm doctor`: its verdict, its exit status, and that no broken installation stops it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -215,15 +213,8 @@ def test_names_a_conflict_of_cuda_home(fake, capsys, monkeypatch):
         (None, "not installed"),
         ("1.7.2", "1.7.2"),
         *(
-            (
-                other,
-                f'{other}: {state}; expected >=1.7,<1.8. To mend it: pip install "cuda-tile>=1.7,<1.8"',
-            )
-            for other, state in (
-                ("1.6.9", "not usable"),
-                ("1.8.0", "not tested"),
-                ("2.0.0rc1", "not usable"),
-            )
+            (other, f'{other}: {state}; expected >=1.7,<1.8. To mend it: pip install "cuda-tile>=1.7,<1.8"')
+            for other, state in (("1.6.9", "not usable"), ("1.8.0", "not tested"), ("2.0.0rc1", "not usable"))
         ),
     ],
 )

@@ -3,8 +3,6 @@
 
 """Command lines: what is no value is refused, by every command, however it is called."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

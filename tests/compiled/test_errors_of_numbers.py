@@ -3,8 +3,6 @@
 
 """Dynamo quotes the package's error for a number of a wrong type or value, with fullgraph=True too."""
 
-from __future__ import annotations
-
 import decimal
 import re
 import warnings

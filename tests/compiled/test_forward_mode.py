@@ -3,8 +3,6 @@
 
 """A compiled function that differentiates in forward mode keeps the tangent, which no op of a graph passes on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import DEVICE

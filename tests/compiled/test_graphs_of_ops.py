@@ -3,8 +3,6 @@
 
 """Models with our norm under torch.compile, torch.export and AOTInductor: whole graphs, and the bits of eager calls."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

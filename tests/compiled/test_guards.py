@@ -4,8 +4,6 @@
 """Dynamo evaluates its guards before each call of a compiled function: a call of ours leaves few of them, and none that
 keeps its graph from being saved and loaded (`caching_precompile`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import BF16, FP32

@@ -4,8 +4,6 @@
 """Norms inside torch.compiler.nested_compile_region. Its second call takes the graph of its first, if all that Dynamo
 guarded on in the first is the same: Dynamo has to find each of those values again by its name."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -15,13 +13,7 @@ from helpers import BF16, DEVICE, FP32
 from llama_like import LlamaLikeNorm
 from torch import Tensor, nn
 
-from tilegym_rmsnorm import (
-    RMSNorm,
-    patch_model,
-    rms_norm,
-    rms_norm_backward,
-    rms_norm_forward,
-)
+from tilegym_rmsnorm import RMSNorm, patch_model, rms_norm, rms_norm_backward, rms_norm_forward
 
 HEADS, N = 4, 16
 

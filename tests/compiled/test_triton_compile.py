@@ -3,8 +3,6 @@
 
 """Triton kernels, compiled for several GPUs on any machine, by `triton_compile.py`."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

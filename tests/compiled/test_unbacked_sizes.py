@@ -4,8 +4,6 @@
 """Sizes that are known only when a graph runs, as those of x[mask], where two tensors of a call must agree: one graph,
 which compares them when it runs, as that of PyTorch's add does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import DEVICE, skipped_where_fails

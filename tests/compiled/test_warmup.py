@@ -3,8 +3,6 @@
 
 """warmup: after it no number of rows compiles anything."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable, Iterable

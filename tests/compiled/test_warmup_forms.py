@@ -3,8 +3,6 @@
 
 """warmup for calls with a residual, a bias, heads and several dtypes: after it no such call compiles anything."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

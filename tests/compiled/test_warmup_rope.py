@@ -3,8 +3,6 @@
 
 """warmup_rope: after it no call of qk_norm_rope or rms_norm_rope compiles anything, whatever its B, T and layouts."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -258,8 +256,7 @@ def test_what_cannot_run_is_refused(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name",
-    ["plain", "one tensor", "weights of heads", "interleaved", "positions", "positions of 32 bits"],
+    "name", ["plain", "one tensor", "weights of heads", "interleaved", "positions", "positions of 32 bits"]
 )
 def test_no_call_compiles_after_it_on_a_gpu(name, compilations):
     """Neither anew nor from the disk cache."""

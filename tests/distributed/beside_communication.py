@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: MIT
 
 """Backwards with an SM margin beside all_reduce: what each of two processes runs, started by
-test_beside_communication.py.
+test_processes.py.
 
 python tests/distributed/beside_communication.py CASE STORE
 
 On two GPUs with NCCL; without them on CPUs with gloo and kernels in the interpreter, where calls follow one another.
 """
-
-from __future__ import annotations
 
 import contextlib
 import datetime

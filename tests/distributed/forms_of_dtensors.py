@@ -6,8 +6,6 @@
 test_four_processes.py starts it: python tests/distributed/forms_of_dtensors.py
 """
 
-from __future__ import annotations
-
 import processes
 import pytest
 import torch
@@ -19,16 +17,7 @@ from processes import PROCESSES
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-from variants import (
-    VARIANTS,
-    Variant,
-    VariantInputs,
-    check_all,
-    check_residual_out,
-    expected,
-    make,
-    options,
-)
+from variants import VARIANTS, Variant, VariantInputs, check_all, check_residual_out, expected, make, options
 
 from tilegym_rmsnorm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 
@@ -112,11 +101,7 @@ def each_variant(mesh) -> None:
             for of_vector in of_vectors:
                 results, placements = run(mesh, variant, inputs, placement, of_vector)
                 is_placed = all(at == (placement,) for at in placements)
-                assert is_placed or placement is COLUMNS, (
-                    name,
-                    placement,
-                    placements,
-                )  # which are gathered
+                assert is_placed or placement is COLUMNS, (name, placement, placements)  # which are gathered
                 check_all_of_parts(variant, inputs, results)
 
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Training in parallel: what each of several processes runs. test_parallel_training.py starts them.
+"""Training in parallel: what each of several processes runs. test_processes.py starts them.
 
 python tests/distributed/parallel_training.py [CASE ...]                       2 or 4 processes on a CPU, with gloo
 torchrun --nproc-per-node 2 tests/distributed/parallel_training.py [CASE ...]  2 GPUs, with NCCL
@@ -15,8 +15,6 @@ transformer, and checks that
   `Scaling` in place of its norms. That is x * weight, element by element, for which nobody needs another's elements.
   And there are as many collectives as the case says that its way of training takes.
 """
-
-from __future__ import annotations
 
 import contextlib
 import datetime

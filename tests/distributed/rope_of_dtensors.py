@@ -6,8 +6,6 @@
 test_four_processes.py starts it: python tests/distributed/rope_of_dtensors.py
 """
 
-from __future__ import annotations
-
 import itertools
 
 import processes

@@ -7,8 +7,6 @@ what is communicated.
 test_four_processes.py starts it: python tests/distributed/rules_of_dtensors.py
 """
 
-from __future__ import annotations
-
 import warnings
 
 import by_address

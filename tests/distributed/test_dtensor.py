@@ -2,29 +2,30 @@
 # SPDX-License-Identifier: MIT
 
 """DTensors by the ops and, with backend="torch", by PyTorch's operations: nothing is gathered, gradients of weights are
-Partial."""
+Partial. And DistributedDataParallel around a model with RMSNorm, in one process, on each backend."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from every_op import OPS, each_op, of_each_op
-from helpers import FP32
+from helpers import DEVICE, FP32
 from processes import placed
 from rope_calls import case, ours
 from rope_cases import RopeCase
+from torch.distributed.tensor import Partial, Replicate, Shard, debug, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from variants import Variant
+
+from tilegym_rmsnorm import RMSNorm, rms_norm
+from tilegym_rmsnorm.ops.rope import op as rope_op
+from tilegym_rmsnorm.routes import library_op
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
-from torch.distributed.tensor import Partial, Replicate, Shard, debug, distribute_tensor  # noqa: E402
-from torch.distributed.tensor.experimental import implicit_replication  # noqa: E402
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module  # noqa: E402
-
-from tilegym_rmsnorm import RMSNorm, rms_norm  # noqa: E402
-from tilegym_rmsnorm.ops.rope import op as rope_op  # noqa: E402
-from tilegym_rmsnorm.routes import library_op  # noqa: E402
 
 NORM, ROPE = Variant(FP32, (2, 6, 8)), RopeCase(n=8, rotary_dim=8)
 ROWS = {"T": {}, "BT": {"has_rows_of_batch": True}}
@@ -231,3 +232,21 @@ def test_rules_of_the_backward_sum_over_what_is_sharded():
     assert found[Shard(1)][1][6:9] == [Replicate(), Replicate(), Shard(0)]
     only_k = rules(4, *given[:9], 2, *[None] * 7)
     assert only_k[Shard(1)][0][2:] == [None, Partial()]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+def test_gradients_are_those_of_the_model_in_float64(backend):
+    norm = RMSNorm(8, eps=1e-5, backend=backend)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 1)).to(DEVICE)
+    torch.nn.init.normal_(norm.weight)
+    x, exact = torch.randn(4, 8, device=DEVICE), copy.deepcopy(model).double()
+    exact[1] = torch.nn.RMSNorm(8, eps=1e-5, dtype=torch.float64, device=DEVICE)
+    exact[1].load_state_dict(norm.state_dict())
+    exact(x.double()).sin().sum().backward()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.nn.parallel.DistributedDataParallel(model)(x).sin().sum().backward()
+    finally:
+        dist.destroy_process_group()
+    for got, expected in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)

@@ -6,8 +6,6 @@
 torchrun --nproc-per-node 2 tests/distributed/two_gpus.py CASE
 """
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

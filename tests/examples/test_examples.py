@@ -3,8 +3,6 @@
 
 """The programs of examples/ run on a CPU, as their docstrings say, and what they print means what they say."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

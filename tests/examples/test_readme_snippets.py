@@ -3,8 +3,6 @@
 
 """The snippets of README.md run, and print what it shows."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

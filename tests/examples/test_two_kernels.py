@@ -3,8 +3,6 @@
 
 """examples/two_kernels.py as a module: its values, its bits, its errors, and its kernels compiled without a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -4,8 +4,6 @@
 """Selections on this GPU for calls with a residual, a bias, heads and several dtypes that fill it: right against
 float64, and the same bits in many runs on outputs that begin as NaN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import variants

@@ -3,8 +3,6 @@
 
 """The most bytes that PyTorch's allocator gave out at once in a forward and in a backward, by what they return."""
 
-from __future__ import annotations
-
 import gc
 import math
 

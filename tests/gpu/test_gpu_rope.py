@@ -4,8 +4,6 @@
 """qk_norm_rope where it fills a GPU: right against float64; the same bits in many runs on outputs that begin as NaN,
 and where streams race; and more than 2^31 elements."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Blocks that wait for each other (team.py) on a GPU: they end, and are right, whatever else runs there."""
+"""Blocks that wait for each other (team.py) on a GPU: they end, and are right, whatever else runs there, and with as
+many calls at once as docs/limits.md allows, in CUDA graphs of the ops."""
 
 import functools
 
@@ -24,8 +25,7 @@ from planning import plan
 
 from tilegym_rmsnorm import rms_norm_forward
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam, BackwardTeam, ForwardTeam
-
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
+from tilegym_rmsnorm.ops.norm.op import BACKWARD, FORWARD
 
 if HAS_GPU and (reason := why_skip("cutile")):
     pytest.skip(reason, allow_module_level=True)
@@ -77,6 +77,7 @@ def forward_of(inputs, team):
     return functools.partial(plain_calls.forward, launch.Forward(machine, made), x, weight, eps, 0.0)
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.much_memory
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @every_team
@@ -99,6 +100,7 @@ def test_teams_that_do_not_all_fit_the_gpu_take_turns(team, dtype):
             assert all(map(torch.equal, results, first))
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @every_team
 def test_teams_of_many_launches_at_once(team):
     """The blocks of 24 streams share the GPU, so teams of several launches are incomplete at a time."""
@@ -121,6 +123,7 @@ def test_teams_of_many_launches_at_once(team):
         assert all(torch.equal(a, b) for k, each in results for a, b in zip(each, expected[k], strict=True))
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_no_bits_of_the_input_keep_a_team_waiting(dtype):
     """A slot of the board is empty while it holds -1, which read as float32 is a NaN."""
@@ -133,3 +136,39 @@ def test_no_bits_of_the_input_keep_a_team_waiting(dtype):
     assert y[5].isnan().all() and rstd.isnan().nonzero().tolist() == [[5]]
     assert dx[5].isnan().all() and dw.isnan().all()
     assert not dx[:5].isnan().any() and not dx[6:].isnan().any()
+
+
+if HAS_GPU and (reason := why_skip("cutile")):
+    pytest.skip(reason, allow_module_level=True)
+
+AT_ONCE = 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [7, 131, 1024])
+def test_eight_graphs_at_once(rows):
+    numbers = 0.0, "once", 1.0, None, None
+    calls = []
+    for seed in range(AT_ONCE):
+        x, dy, weight, eps, *_ = make_inputs(rows, 32768, BF16, BF16, seed=seed)
+
+        def run(x=x, dy=dy, weight=weight, eps=eps):
+            y, rstd, _ = FORWARD(x, None, weight, None, 1, eps, *numbers, "cutile")
+            return y, *BACKWARD(dy, x, weight, rstd, None, 3, 1, *numbers, None, None, "cutile")[:2]
+
+        expected = run()  # compiles, before the capture
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        wait_for_the_gpu()
+        with torch.cuda.graph(graph, stream=stream):
+            results = run()
+        calls.append((graph, stream, results, expected, run))  # run: with the inputs, which no graph keeps
+    for _ in range(200):
+        for graph, stream, results, *_ in calls:
+            with torch.cuda.stream(stream):
+                for each in results:
+                    each.fill_(float("nan"))
+                graph.replay()
+            torch.cuda.current_stream().wait_stream(stream)
+        wait_for_the_gpu()
+        for _, _, results, expected, _ in calls:
+            assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))

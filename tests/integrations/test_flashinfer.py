@@ -152,10 +152,7 @@ OVERLAPPING = {
     "other steps": lambda both: (both[:3, :N], both[::2, :N]),
     "rows that alternate": lambda both: (both[:, :N], both[:, N:]),  # they share no element, and count as if
 }
-APART = {
-    "rows": lambda both: (both[:3], both[3:]),
-    "one row": lambda both: (both[:1, :N], both[:1, N:]),
-}
+APART = {"rows": lambda both: (both[:3], both[3:]), "one row": lambda both: (both[:1, :N], both[:1, N:])}
 
 
 @pytest.mark.parametrize("how", OVERLAPPING)

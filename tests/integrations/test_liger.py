@@ -13,14 +13,7 @@ from types import MethodType, ModuleType
 
 import pytest
 import torch
-from helpers import (
-    BF16,
-    DEVICE,
-    FP32,
-    assert_llama_rounds,
-    expected_results,
-    make_inputs,
-)
+from helpers import BF16, DEVICE, FP32, assert_llama_rounds, expected_results, make_inputs
 from torch import nn
 
 import tilegym_rmsnorm

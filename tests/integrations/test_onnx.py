@@ -3,8 +3,6 @@
 
 """Norms in ONNX models, which onnxruntime runs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +20,7 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.no_gpu,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """Kernels of one idea each, with the arguments to try them on: `accepted` or `refused` by cuda-tile's compiler."""
 
-from __future__ import annotations
-
 import cuda.tile as ct
 import pytest
 import torch

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """More of interpreter_cases.py: atomic operations, and accesses that are ordered among blocks."""
 
-from __future__ import annotations
-
 import cuda.tile as ct
 from interpreter_cases import CASES, FLOATS, INTS, accepted, refused
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """More of interpreter_cases.py: tuples as arguments, and arrays of four dimensions."""
 
-from __future__ import annotations
-
 import cuda.tile as ct
 import torch
 from interpreter_cases import FLOATS, accepted, refused

@@ -3,8 +3,6 @@
 
 """TILEGYM_RMSNORM_INTERPRET: what means on and off, and where a value that means neither is told."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -6,8 +6,6 @@ test_interpreter_compiler.py compares with the compiler, test_interpreter_memory
 test_interpreter_tuples.py tuples and four dimensions.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import math

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """The cuTile interpreter's atomics and relaxed accesses: values, bounds, unwritten memory, races."""
 
-from __future__ import annotations
-
 import itertools
 
 import cuda.tile as ct

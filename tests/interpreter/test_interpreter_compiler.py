@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """The cuTile interpreter accepts and refuses what the compiler does: both get the kernels of interpreter_cases.py."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import itertools

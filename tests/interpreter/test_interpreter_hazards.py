@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """Hazards that the cuTile interpreter finds and no GPU tells: unwritten memory, races, overlaps, and planted bugs."""
 
-from __future__ import annotations
-
 import gc
 
 import cuda.tile as ct
@@ -146,12 +144,7 @@ def total_of_rows(bug: str | None) -> torch.Tensor:
 def test_planted_bugs():
     right = torch.arange(66.0).reshape(11, 6).sum(0)
     assert torch.equal(total_of_rows(None), right)
-    for bug in (
-        "skips the last rows",
-        "adds a tile twice",
-        "every block takes all rows",
-        "missing padding",
-    ):
+    for bug in ("skips the last rows", "adds a tile twice", "every block takes all rows", "missing padding"):
         assert not torch.equal(total_of_rows(bug), right), bug
     with pytest.raises(IndexError, match="check_bounds=False, reaches outside x"):
         total_of_rows("reads past the end")

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """The cuTile interpreter's loads, stores, gathers, scatters and memory by offsets: padding, bounds, masks, views."""
 
-from __future__ import annotations
-
 import math
 
 import cuda.tile as ct

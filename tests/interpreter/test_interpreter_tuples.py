@@ -5,8 +5,6 @@
 interpreter_cases_of_tuples.py has what the compiler accepts and refuses of them.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import cuda.tile as ct

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """The cuTile interpreter's blocks that wait for each other, and the order in which they run."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

@@ -7,24 +7,20 @@ import itertools
 
 import pytest
 import torch
+from cutile_runs import run_backward, run_forward
 from helpers import BF16, FP32, assert_within, expected_results, make_inputs
 from planning import by_rules, device, problem, rules_of
 
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, SAME, Bucket
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.host import norm
+from tilegym_rmsnorm.backends.cutile.host.launcher import launcher_of
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, PLAIN, SAME, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows, ForwardRows, ForwardTeam
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from cutile_runs import run_backward, run_forward  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host import norm  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host.launcher import launcher_of  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of  # noqa: E402
-from tilegym_rmsnorm.ops.norm.spec import Spec  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
+from tilegym_rmsnorm.ops.norm.spec import Spec
 
 CPU = torch.device("cpu")
 

@@ -9,22 +9,19 @@ import helpers
 import plain_calls
 import pytest
 import torch
+from cutile_runs import ShuffledMachine, plan_for, run_backward, run_forward
 from helpers import BF16, FP16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
 from planning import by_rules
 from sweeps import shipped_entries
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-from cutile_runs import ShuffledMachine, plan_for, run_backward, run_forward  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import interpreter  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host import norm  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import plan, variants  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter
+from tilegym_rmsnorm.backends.cutile.host import norm
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
+from tilegym_rmsnorm.backends.cutile.plans import plan, variants
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
-from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
 CPU = torch.device("cpu")
 HINTS = {"warps": 4, "occupancy": 1, "latency": 1}
@@ -244,8 +241,7 @@ def test_scales_far_from_one(variant, x_scale, dy_scale):
 
 
 @pytest.mark.parametrize(
-    ("m", "n"),
-    [(m, 64) for m in (1, 2, 127, 128, 129)] + [(m, n) for m in (1, 2, 5) for n in (4096, 18500)],
+    ("m", "n"), [(m, 64) for m in (1, 2, 127, 128, 129)] + [(m, n) for m in (1, 2, 5) for n in (4096, 18500)]
 )
 def test_batch_sizes_around_the_rows_of_a_tile(m, n):
     inputs = make_inputs(m, n, BF16, FP32, device=CPU)

@@ -3,31 +3,23 @@
 """Calls at the ends of what the cutile backend's kernels take, in the interpreter: each result against float64, inputs
 untouched, equal bits twice. Others are in backends/test_pairs_of_options.py."""
 
-from __future__ import annotations
-
 import functools
 
 import planning
 import pytest
 import torch
 import variants
+from cutile_runs import ShuffledMachine
 from helpers import BF16, FP32
 from narrow_variants import BACKWARDS
 from variants import Variant
 
-pytest.importorskip("cuda.tile")
-from cutile_runs import ShuffledMachine  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host import launcher  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import Form  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rules import (  # noqa: E402
-    WIDEST_BIAS_ROW,
-    WIDEST_FUSED_ROW,
-    WIDEST_PER_HEAD_ROW,
-)
+from tilegym_rmsnorm.backends.cutile import interpreter, launch
+from tilegym_rmsnorm.backends.cutile.host import launcher
+from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
+from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
+from tilegym_rmsnorm.backends.cutile.plans.problem import Form
+from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW, WIDEST_FUSED_ROW, WIDEST_PER_HEAD_ROW
 
 STREAM = {"residual_dtype": FP32, "dtype": BF16, "weight_dtype": BF16, "alpha": 0.5}
 WITH_BIAS = [
@@ -85,12 +77,7 @@ def test_dx_times_alpha(kernel, has_two):
     rstd = (x.double().square().mean(-1) + variant.eps).rsqrt().float()
     machine = ShuffledMachine()
     problem = planning.problem(
-        "backward",
-        93,
-        BF16,
-        weight=FP32,
-        facts=machine.facts,
-        form=Form(residual=True, d_residual=has_two),
+        "backward", 93, BF16, weight=FP32, facts=machine.facts, form=Form(residual=True, d_residual=has_two)
     )
     wanted = variants.wanted_of(variant)._replace(**({} if has_two else {"d_residual": None}))
     run = launch.Backward(machine, plan_of(problem, BACKWARDS[kernel]))

@@ -7,11 +7,8 @@ import helpers
 import pytest
 import torch
 from helpers import BF16, FP16, FP32
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-from tile_runs import Tile, normalized, run_backward, run_forward  # noqa: E402
-from variants import Variant, check, check_residual_out, llama_share, make  # noqa: E402
+from tile_runs import Tile, normalized, run_backward, run_forward
+from variants import Variant, check, check_residual_out, llama_share, make
 
 CPU = torch.device("cpu")
 # Of heads: tiles of several heads, of several steps along T, of both; rows in two pieces.

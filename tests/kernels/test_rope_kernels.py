@@ -7,8 +7,10 @@ rms_norm: each result against float64, inputs untouched, equal bits in any order
 import dataclasses
 import math
 
+import cuda.tile as ct
 import pytest
 import torch
+from cutile_runs import ShuffledMachine
 from guarding import guarded_arrays
 from helpers import BF16, FP16, FP32, in_turn
 from rope_cases import (
@@ -22,16 +24,12 @@ from rope_cases import (
     make,
 )
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-import cuda.tile as ct  # noqa: E402
-from cutile_runs import ShuffledMachine  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host import rope  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host.launcher import bind  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels import rope as kernels  # noqa: E402
-from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch  # noqa: E402
-from tilegym_rmsnorm.ops.rope.spec import RopeWanted  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter, launch
+from tilegym_rmsnorm.backends.cutile.host import rope
+from tilegym_rmsnorm.backends.cutile.host.launcher import bind
+from tilegym_rmsnorm.backends.cutile.kernels import rope as kernels
+from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch
+from tilegym_rmsnorm.ops.rope.spec import RopeWanted
 
 
 def run_forward(call, machine=None):

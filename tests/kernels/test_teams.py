@@ -10,19 +10,12 @@ import helpers
 import plain_calls
 import pytest
 import torch
+from cutile_runs import plan_for
 from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-from cutile_runs import plan_for  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
-    BackwardPipelinedTeam,
-    BackwardTeam,
-    ForwardTeam,
-)
-from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter, launch
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam, BackwardTeam, ForwardTeam
+from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
 CPU = torch.device("cpu")
 

@@ -15,21 +15,16 @@ import pytest
 import torch
 from planning import device, plan, problem, rope_problem
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-
-from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import rope, variants  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import (
-    BY_KERNEL,  # noqa: E402
-    WEIGHT_LOADS,  # noqa: E402
-)
-from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
+from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
+from tilegym_rmsnorm.backends.cutile.plans import rope, variants
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team
+from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
+from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL, WEIGHT_LOADS
+from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
 N = 20
 HINTS = {"warps", "occupancy"}  # to the compiler

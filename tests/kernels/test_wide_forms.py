@@ -3,8 +3,6 @@
 """A residual, a bias and several dtypes in the kernels of wide and of unaligned rows: each kernel by small tiles on
 narrow rows, then what is chosen for wide ones. In the interpreter, or on a GPU where there is one."""
 
-from __future__ import annotations
-
 import itertools
 
 import helpers
@@ -16,22 +14,21 @@ import variants
 from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_alike, in_turn, why_skip
 from variants import Variant, VariantInputs, arranged
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 if reason := why_skip("cutile"):
     pytest.skip(reason, allow_module_level=True)
 
-from cutile_runs import ShuffledMachine  # noqa: E402
+from cutile_runs import ShuffledMachine
 
-from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host.norm import form_of  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import variants as plans  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.partition import Team  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import Problem  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rules import is_fused  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.select import choose  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.runtime import tables  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine, machine_of  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.host.norm import form_of
+from tilegym_rmsnorm.backends.cutile.plans import variants as plans
+from tilegym_rmsnorm.backends.cutile.plans.partition import Team
+from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
+from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
+from tilegym_rmsnorm.backends.cutile.plans.rules import is_fused
+from tilegym_rmsnorm.backends.cutile.plans.select import choose
+from tilegym_rmsnorm.backends.cutile.runtime import tables
+from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine, machine_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

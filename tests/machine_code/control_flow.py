@@ -3,8 +3,6 @@
 
 """Instructions that may follow each one of a kernel, and its loops, from machine code (compiling.disassembled)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 

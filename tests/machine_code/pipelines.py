@@ -20,8 +20,6 @@ reading and the next load.
 What is not read: which slots lie in the same memory, as some of different steps do on sm_120.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable

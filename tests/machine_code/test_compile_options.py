@@ -10,20 +10,15 @@ import helpers
 import pytest
 import rope_cases
 import variants
+from compiling import CompilingMachine, assert_ends, skip_without_compiler
 from option_cases import NORM_OPTIONS, ROPE_OPTIONS, norm_cases, run_norm
 from option_cases import rope_cases as cases_of_rope
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine, assert_ends, skip_without_compiler  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 
 skip_without_compiler()
-pytestmark = [
-    pytest.mark.usefixtures("fresh_plans"),
-    pytest.mark.parametrize("architecture", ARCHITECTURES),
-]
+pytestmark = [pytest.mark.usefixtures("fresh_plans"), pytest.mark.parametrize("architecture", ARCHITECTURES)]
 NARROW = (64, 100, 1024)
 # More rows than one block of each SM holds, and strides that do not fit into 32 bits
 MANY_ROWS, LAYOUTS = (3, 4096), ("contiguous", "heads", "mixed", "offset", "gaps", "far")

@@ -11,23 +11,21 @@ from collections import Counter
 import helpers
 import pytest
 import torch
-from helpers import BF16, FP16, FP32, in_turn
-from rope_cases import RopeCase, make
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import (  # noqa: E402
+from compiling import (
     CompilingMachine,
     assert_sound,
     disassembled,
     skip_without_compiler,
     skip_without_disassembler,
 )
-from pipelines import overwritten  # noqa: E402
+from helpers import BF16, FP16, FP32, in_turn
+from pipelines import overwritten
+from rope_cases import RopeCase, make
 
-from tilegym_rmsnorm.backends.cutile.host import rope  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host.launcher import bind  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rope import WIDEST_ROTATED_HEAD  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import rope
+from tilegym_rmsnorm.backends.cutile.host.launcher import bind
+from tilegym_rmsnorm.backends.cutile.plans.rope import WIDEST_ROTATED_HEAD
+from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 
 skip_without_compiler()
 
@@ -137,8 +135,7 @@ def test_heads_come_and_go_by_tma(case, tmp_path):
     found = {
         name: Counter(
             re.findall(
-                r"\b(UTMALDG|UTMASTG|STG\.E(?:\.\w+)?)",
-                " ".join(disassembled(tmp_path / f"{name}.cubin")),
+                r"\b(UTMALDG|UTMASTG|STG\.E(?:\.\w+)?)", " ".join(disassembled(tmp_path / f"{name}.cubin"))
             )
         )
         for name in ("forward_rope", "backward_rope")

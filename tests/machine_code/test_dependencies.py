@@ -10,14 +10,11 @@ import itertools
 import re
 from pathlib import Path
 
+import cuda.tile as ct
 import helpers
 import pytest
 import torch
-from helpers import in_turn
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-import cuda.tile as ct  # noqa: E402
-from compiling import (  # noqa: E402
+from compiling import (
     CompilingMachine,
     disassembled,
     meta,
@@ -26,22 +23,23 @@ from compiling import (  # noqa: E402
     sampled,
     skip_without_disassembler,
 )
-from control_flow import followers, reached  # noqa: E402
-from pipelines import ENDED, WAITED, awaits_first_end, operations  # noqa: E402
-from planning import by_rules  # noqa: E402
-from rope_cases import RopeCase, make  # noqa: E402
+from control_flow import followers, reached
+from helpers import in_turn
+from pipelines import ENDED, WAITED, awaits_first_end, operations
+from planning import by_rules
+from rope_cases import RopeCase, make
 
-from tilegym_rmsnorm.backends.cutile.host import rope  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host.launcher import bind  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.pdl import NO_BLOCK, wait_for_launch_before  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.rows import load_tile  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.partition import Team  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import OPS  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.select import Choice  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import rope
+from tilegym_rmsnorm.backends.cutile.host.launcher import bind
+from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
+from tilegym_rmsnorm.backends.cutile.kernels.pdl import NO_BLOCK, wait_for_launch_before
+from tilegym_rmsnorm.backends.cutile.kernels.rows import load_tile
+from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt
+from tilegym_rmsnorm.backends.cutile.plans import variants
+from tilegym_rmsnorm.backends.cutile.plans.partition import Team
+from tilegym_rmsnorm.backends.cutile.plans.problem import OPS
+from tilegym_rmsnorm.backends.cutile.plans.select import Choice
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 
 skip_without_disassembler()
 

@@ -10,8 +10,6 @@ common, and these, each with the name of what is selected. Widths are told apart
 decides what is selected. Of calls with more than plain rows (FORMS) it is a sample.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import sys

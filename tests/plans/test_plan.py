@@ -3,8 +3,6 @@
 
 """Plans: what M decides of each, that nothing else does, and that M decides nothing more."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools
@@ -17,13 +15,7 @@ from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.plans import partition, sizes, variant, variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Team, Unaligned
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
-from tilegym_rmsnorm.backends.cutile.plans.problem import (
-    LAUNCHES_AT_ONCE,
-    OPS,
-    WEIGHTS,
-    Policy,
-    Problem,
-)
+from tilegym_rmsnorm.backends.cutile.plans.problem import LAUNCHES_AT_ONCE, OPS, WEIGHTS, Policy, Problem
 from tilegym_rmsnorm.backends.cutile.plans.rope import BackwardRope, ForwardRope
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (

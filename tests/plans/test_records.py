@@ -3,8 +3,6 @@
 
 """Records, rules and entries alike: what is read, what is refused, and which of several decides."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any
@@ -232,9 +230,7 @@ def test_alternatives_are_tried_in_order():
     team = record(kernel="backward_team", settings=parts)
     assert [
         found(team, members=members) and found(team, members=members).members for members in (4, 3, 2, 1)
-    ] == [
-        *(4, 2, 2, None),
-    ]
+    ] == [*(4, 2, 2, None)]
     turned = record(kernel="backward_team", settings=parts[::-1])
     assert found(turned).width == 2048, "4096 columns are no team of tiles of 4096"
     by_lanes = [parts[1] | {"most_lanes": 1.1}, parts[0]]

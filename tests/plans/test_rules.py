@@ -1,22 +1,24 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Rules of the cutile backend, swept over M x N x dtype x architecture. No GPU takes part."""
-
-from __future__ import annotations
+"""Rules of the cutile backend, swept over M x N x dtype x architecture: size classes, slabs of few rows, and teams for
+rows that the registers of one block do not hold. No GPU takes part."""
 
 import dataclasses
 import itertools
 
 import pytest
-from planning import by_rules, problem, rules_of
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import by_rules, device, problem, rules_of
 
 from tilegym_rmsnorm.backends.cutile.plans import variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import Registers, Split, Team, Unaligned, two_tiles
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, means, sum_of
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select
-from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID, SIZES, rows_of_class, size_class
+from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID, NO_END, SIZES, rows_of_class, size_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam
 from tilegym_rmsnorm.backends.cutile.runtime import tables
 
 SM_COUNTS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 188}
@@ -289,3 +291,52 @@ def test_no_index_of_a_split_block_passes_int32(architecture):
                 rows = variant.slab_tiles(m, sm_count) * variant.rows
                 factor = 1 if isinstance(variant, variants.BackwardSplit) else strips
                 assert (strips + rows) * factor < 2**31, (m, n, variant)
+
+
+def first_of_team(op: str, n: int, dtype: str = BF16, size: str = "large", most_members: int = 16) -> Variant:
+    return by_rules(op, n, dtype, size, facts=device(most_members=most_members)).first
+
+
+@pytest.mark.parametrize("size", ["few", "large"])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("op", ["forward", "backward", "dx"])
+def test_no_member_of_a_team_is_without_columns_and_few_lanes_are_empty(op, dtype, size):
+    wide = {n: first_of_team(op, n, dtype, size) for n in range(16400, 131073, 112)}
+    teams = {n: variant for n, variant in wide.items() if isinstance(variant, Team)}
+    assert len(teams) > len(wide) / 2
+    for n, team in teams.items():
+        assert team.lanes - team.width < n <= team.lanes, (n, team)
+        is_large = isinstance(team, BackwardPipelinedTeam) and team.width >= 4096
+        most = {4096: 5 / 4, 8192: 4 / 3}[team.width] if is_large else 9 / 8
+        assert team.lanes <= n * most, (n, team)
+        assert 2 <= team.members <= 16
+        fewer = first_of_team(op, n, dtype, size, most_members=team.members - 1)
+        assert fewer.members < team.members, "a team that does not fit the GPU"
+
+
+def test_size_classes_follow_rows_and_elements():
+    assert [size_class(m, 4096) for m in (0, 1, 1024, 1025, 2**20)] == ["few", "few", "few", "large", "large"]
+    assert [size_class(m, 256) for m in (1024, 1025, 16384, 16385)] == ["few", "small", "small", "large"]
+    assert size_class(16, 2**18) == "few" and size_class(16, 2**18 + 1) == "large"
+
+
+@given(size=st.sampled_from(SIZES), n=st.integers(1, 2**23))
+def test_the_rows_of_a_class_are_those_that_are_in_it(size, n):
+    rows = rows_of_class(size, n)
+    assert all(size_class(m, n) == size for m in (*rows[:3], *rows[-3:]))
+    for m in (rows.start - 1, rows.stop):
+        assert m < 1 or size_class(m, n) != size or m == NO_END
+
+
+def test_which_few_rows_take_more_than_one_slab():
+    """One row of dw_partial is dw itself."""
+
+    for n in (64, 512, 513, 1024, 2048, 4096, 8192, 12288, 16384):
+        for dtype in ("bfloat16", "float32"):
+            first = by_rules("backward", n, dtype, "few").first
+            one_slab = {"bfloat16": {8192: 512}, "float32": {64: 128, 16384: 64}}[dtype].get(
+                n, 256 if n <= 512 else 1024
+            )
+            for m in (1, 16, 128, 129, 256, 257, 1024):
+                if m in rows_of_class("few", n):
+                    assert first.partial_rows(m, n, 132) == -(-m // one_slab), (m, n, dtype)

@@ -4,8 +4,6 @@
 """Selections for rows of every width, as selected.txt has them: a change of rules, entries or code that moves anything
 shows there as a change of that file."""
 
-from __future__ import annotations
-
 import bisect
 import random
 import re

@@ -3,8 +3,6 @@
 
 """Backend "triton": its launch decisions, over all kinds of shapes and several SM counts."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 from pathlib import Path

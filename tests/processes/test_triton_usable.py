@@ -3,8 +3,6 @@
 
 """Backend "triton": when it says that it is unusable, and why."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import os

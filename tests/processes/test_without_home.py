@@ -3,8 +3,6 @@
 
 """A machine that knows no home folder: the caches there count as off, with one warning each, and nothing raises."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 
 """Searches in several processes: what comes back from them, who uses the device when, and what ends them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time
@@ -129,11 +127,7 @@ def test_a_search_that_is_left_ends_its_processes():
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        search.NothingRightError("none of 3"),
-        ct.TileCompilerTimeoutError("took too long", "", None),
-    ],
+    "error", [search.NothingRightError("none of 3"), ct.TileCompilerTimeoutError("took too long", "", None)]
 )
 def test_what_fails_one_bucket_is_its_outcome(monkeypatch, error):
     def tune(self, bucket, variants):

@@ -1,15 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Pages: examples run, names are of things that exist, lists are whole, tables and drawings are of today."""
+"""Pages: examples run, names are of things that exist, lists are whole, tables and drawings are of today. README.md's
+commands exist, and its sentences say what its tables do; docs/troubleshooting.md quotes messages that exist."""
 
-from __future__ import annotations
-
+import ast
 import doctest
 import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import re
 import socket
 from pathlib import Path
@@ -152,3 +153,72 @@ def test_every_test_that_holds_a_promise_exists():
     assert len(named) > 40
     for path, test in named:
         assert f"\ndef {test}(" in (ROOT / path).read_text(encoding="utf-8"), (path, test)
+
+
+HOLE = "…"  # stands for a value in a message
+
+
+def template(node: ast.AST | None) -> str | None:
+    """The text that an expression gives, with holes where values come in; None where it is no text."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(each) or HOLE for each in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (template(node.left) or HOLE) + (template(node.right) or HOLE)
+    return None
+
+
+def fragments() -> list[str]:
+    """Quotes: the code in front of the colon of each point. "expected" is put in front of many by one function."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    points = re.findall(r"^- ((?:`[^`]+`(?:,\s+)?)+):\s", text, re.MULTILINE)
+    quoted = [each for point in points for each in re.findall(r"`([^`]+)`", point)]
+    return [" ".join(each.split()).removeprefix("expected ") for each in quoted]
+
+
+def test_every_quoted_message_is_in_the_source():
+    paths = (ROOT / "tilegym_rmsnorm").rglob("*.py")
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    found = list(filter(None, map(template, nodes)))
+    patterns = {
+        each: re.compile(".*".join(map(re.escape, each.split(HOLE))), re.DOTALL) for each in fragments()
+    }
+    assert len(patterns) > 80
+    assert not [each for each, pattern in patterns.items() if not any(map(pattern.search, found))]
+
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^```sh\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_figures_in_sentences_are_those_of_the_tables():
+    """bench/report/readme.py writes the tables."""
+    (level,) = re.findall(r"^\| NVIDIA H100.*, bfloat16 .*\| +(\d+) of 29 \|$", TEXT, re.MULTILINE)
+    assert f"({29 - int(level)} of 29 on an H100)" in TEXT
+
+
+def test_commands_exist():
+    assert all(
+        f"`{path}`" in TEXT and os.access(ROOT / path, os.X_OK) for path in ("tests/run.sh", "bench/run.sh")
+    )
+    lines = [line.partition(" #")[0].split() for block in COMMANDS for line in block.splitlines()]
+    for words in lines:
+        if words[:3] == ["python", "-m", "tilegym_rmsnorm"]:
+            assert (ROOT / "tilegym_rmsnorm" / "commands" / f"{words[3]}.py").exists()
+        else:
+            assert words[:2] == ["pip", "install"], words
+            extra = re.search(r"\[(\w+)\]", words[-1])
+            assert extra is None or f"\n{extra[1]} = [" in PROJECT
+
+
+def test_pytorch_for_a_gpu_is_the_one_of_the_figures():
+    """pip by itself would bring the newest."""
+    measured = re.search(r"^Measured .* torch ([\d.]+)\+cu\d+, triton ([\d.]+),", TEXT, re.MULTILINE)
+    pytorch, triton = measured.groups()
+    limits, index = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("limits.md", "index.md"))
+    for page in (TEXT, limits, index):
+        assert f'pip install "torch=={pytorch}" -e ".[cutile]"' in page
+    assert f"PyTorch {pytorch}, with the Triton {triton} that it brings" in TEXT
+    assert f"{pytorch} and its\n  Triton {triton}" in limits

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """Which module may import which: downwards, and never in a circle. Tests find libraries alone by a library's name."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib.util
@@ -52,11 +50,7 @@ LAYERS = (
     (PACKAGE,),
 )
 # Packages of the cutile backend that import nothing of it but themselves and these, and of others only these.
-ALONE = {
-    f"{CUTILE}.plans": set(),
-    f"{CUTILE}.kernels": {"cuda"},
-    f"{CUTILE}.interpreter": {"cuda", "torch"},
-}
+ALONE = {f"{CUTILE}.plans": set(), f"{CUTILE}.kernels": {"cuda"}, f"{CUTILE}.interpreter": {"cuda", "torch"}}
 
 
 def modules(package: str = PACKAGE) -> dict[str, Path]:

@@ -3,8 +3,6 @@
 
 """The cutile backend's findings on a machine, and its messages where something is missing."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 

@@ -7,8 +7,6 @@ Where there is no GPU the key of CPU tensors is overridden, whose kernels run in
 backward at that key, and declined ones run by operations. conftest.py has pytest load this file, so that its fixtures
 are known by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

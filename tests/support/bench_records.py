@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """Records and results of the benchmark, as tests make them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 """A correct provider of all of the benchmark's block ops, by PyTorch's autograd in float64; the errors of another
 provider, and its records."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

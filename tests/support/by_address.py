@@ -8,8 +8,6 @@ any row stride, all else is packed. So a tensor that is no plain memory is wrong
 address 0, which ends a CUDA context, is an AssertionError.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 
@@ -19,11 +17,7 @@ from helpers import settle_interpreters
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import around_kernels, refusals, registry
-from tilegym_rmsnorm.backends.contract import (
-    BackendModule,
-    Request,
-    Unusable,
-)
+from tilegym_rmsnorm.backends.contract import BackendModule, Request, Unusable
 from tilegym_rmsnorm.ops.norm.spec import (
     BackwardFunction,
     BackwardTensors,

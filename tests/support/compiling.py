@@ -3,8 +3,6 @@
 """The machine that compiles instead of launching, for any architecture and without a driver, and what its kernels use:
 tileiras needs no GPU, and tensors of device "meta" no memory."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import hashlib
@@ -51,7 +49,7 @@ TILE_DTYPE = {
     torch.int32: ct.int32,
     torch.int64: ct.int64,
 }
-WIDEST = 50000  # columns of a sweep; test_compile_hopper.py has wider backwards, by teams of other parts
+WIDEST = 50000  # columns of a sweep; test_compile.py has wider backwards, by teams of other parts
 
 
 class Compiled(NamedTuple):

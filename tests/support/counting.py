@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """A machine that counts what cuda-tile's JIT would compile, and calls and warmups that run on it."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ for case in pairwise({"dtype": [FP16, BF16], "bias": [True, False], "n": [64, 10
     check(**case)
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +16,7 @@ Choice = tuple[str, int]  # an option, and the number of a value of it
 
 
 def pairwise(
-    options: Mapping[str, Sequence[Any]],
-    allowed: Callable[[Mapping[str, Any]], bool] = lambda case: True,
+    options: Mapping[str, Sequence[Any]], allowed: Callable[[Mapping[str, Any]], bool] = lambda case: True
 ) -> list[dict[str, Any]]:
     """Return cases, each with a value of every option, that hold each two values of two options that `allowed` lets
     stand together, whatever the others are. The same options give the same cases.

@@ -9,12 +9,11 @@ def test_a_law(op, kind):
     outputs = call.public(*call.leaves.values(), backend="torch")
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import helpers
 import pytest
 import rope_cases
 import torch
@@ -70,7 +69,8 @@ class Op(NamedTuple):
     backward: Any
     make: Callable[..., Call]  # takes a kind, and by name seed and device
     kinds: Mapping[str, Any]  # calls that kernels take
-    few: tuple[str, ...]  # names of kinds, for laws that take long
+    usual: tuple[str, ...]  # names of kinds that differ in what a caller sees of them, for laws about calls
+    few: tuple[str, ...]  # of kinds, for laws that take long
     smooth: Mapping[str, Any]  # small calls in float64, for numerical derivatives
     alike: Any  # a kind of which each tensor may be another one's, too
     longer: Callable[[Any], Any]  # a kind with more rows
@@ -181,6 +181,10 @@ _NORM = Op(
     norm_op.BACKWARD,
     of_norm,
     {name: each for name, each in VARIANTS.items() if name != "float64"},
+    (
+        *("plain", "y of another dtype", "bias", "bias without a weight", "residual", "residual rounded"),
+        *("residual of another dtype, alpha", "heads in place", "weights of heads", "all of it"),
+    ),
     ("plain", "bias without a weight", "all of it"),
     {
         "plain": _SMOOTH,
@@ -214,6 +218,10 @@ _ROPE = Op(
     rope_op.BACKWARD,
     of_rope,
     _PAIRS,
+    (
+        *("plain", "no weight", "weight of q alone", "weights of heads", "half tables", "rows of each batch"),
+        *("positions of 32 bits", "beside a gate", "one step", "interleaved", "each rounded", "all"),
+    ),
     ("plain", "no weight", "rows of each batch", "the norm rounded", "all"),
     {
         "plain": _SMOOTH_ROPE,
@@ -243,6 +251,7 @@ OPS = (
     _ROPE._replace(
         function=rms_norm_rope,
         kinds=_ONE,
+        usual=tuple(_ONE),
         few=("one tensor",),
         alike=RopeCase(FP32, heads=(4, 0)),
         smooth={"one tensor": _SMOOTH_ROPE._replace(heads=(3, 0))},
@@ -250,8 +259,18 @@ OPS = (
 )
 
 
+def usual(op: Op) -> Mapping[str, Any]:
+    """The others differ in tiles of kernels, or are two of these: --every-config asks them, too."""
+    return op.kinds if helpers.every_config else {name: op.kinds[name] for name in op.usual}
+
+
 def few(op: Op) -> dict[str, Any]:
     return {name: op.kinds[name] for name in op.few}
+
+
+def ends(op: Op) -> dict[str, Any]:
+    """The first and the last of few, which has most options: --every-config asks all of these."""
+    return few(op) if helpers.every_config else {name: op.kinds[name] for name in (op.few[0], op.few[-1])}
 
 
 def fewest(op: Op) -> dict[str, Any]:
@@ -268,6 +287,7 @@ def of_each_op(kinds: Callable[[Op], Mapping[str, Any]] = few) -> pytest.MarkDec
 
 each_op = pytest.mark.parametrize("op", OPS, ids=[op.name for op in OPS])
 every_kind = of_each_op(lambda op: op.kinds)
+usual_kinds = of_each_op(usual)
 each_smooth_kind = of_each_op(lambda op: op.smooth)
 
 

@@ -6,8 +6,6 @@
 The signatures are those of the versions that pyproject.toml's extra `peers` pins; the real libraries need a GPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 

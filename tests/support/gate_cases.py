@@ -1,14 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Cases of test_gate.py, test_gate_saved.py and test_gate_calls.py: the backend asked for, tensors where it runs, and
-F.rms_norm to compare with. conftest.py has pytest load this file, so that its fixtures are known by name.
+"""Cases of test_gate.py: the backend asked for, tensors where it runs, and F.rms_norm to compare with. conftest.py has
+pytest load this file, so that its fixtures are known by name.
 
 "by address" is a backend that reads addresses on a CPU (by_address.py), by name or as the first that "auto" tries; the
 others run as they do here, on a GPU by their kernels.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple

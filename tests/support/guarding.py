@@ -4,8 +4,6 @@
 """Arrays that the cuTile backend allocates lie between elements that nobody may write: on a GPU a kernel that passes an
 array's end says nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

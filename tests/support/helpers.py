@@ -13,8 +13,6 @@ inputs (ATen's F.rms_norm and its autograd; for casting="llama" the formula of H
 roundings that any implementation needs (square, mean, root, product), plus for dw a sum that grows as sqrt(M).
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools
@@ -170,11 +168,7 @@ def expected_results(inputs: Inputs) -> dict[str, Expected]:
     eps_compute = torch.finfo(
         FP64 if FP64 in (x.dtype, None if weight is None else weight.dtype) else FP32
     ).eps
-    floor = {
-        "y": 4 * eps_compute,
-        "dx": 4 * eps_compute,
-        "dw": (4 + math.sqrt(m) / 8) * eps_compute,
-    }
+    floor = {"y": 4 * eps_compute, "dx": 4 * eps_compute, "dw": (4 + math.sqrt(m) / 8) * eps_compute}
 
     expected = {}
     for name, value in truth.items():

@@ -199,12 +199,7 @@ ARCHITECTURES = [
     Architecture("Qwen2", {"llama": 5}, 2),
     Architecture("Qwen3Moe", {"llama": 9}, 2, 2, options=_EXPERTS),
     Architecture(
-        "Qwen3Next",
-        {"offset": 7},
-        2,
-        1,
-        {"Qwen3NextRMSNormGated": 1},
-        options={**_EXPERTS, **_LINEAR},
+        "Qwen3Next", {"offset": 7}, 2, 1, {"Qwen3NextRMSNormGated": 1}, options={**_EXPERTS, **_LINEAR}
     ),
     Architecture(
         "Qwen3_5",
@@ -321,14 +316,7 @@ ARCHITECTURES = [
         "Mamba2",
         {"llama": 3},
         declined={"MambaRMSNormGated": 2, "Mamba2Block": 2},
-        options={
-            "num_heads": 8,
-            "head_dim": 8,
-            "state_size": 8,
-            "n_groups": 1,
-            "expand": 2,
-            "chunk_size": 8,
-        },
+        options={"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 8},
     ),
     Architecture(
         "PaliGemma", {"offset": 5}, 2, declined={"LayerNorm": 4}, make=_paligemma, inputs=_text_and_image

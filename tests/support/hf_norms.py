@@ -3,8 +3,6 @@
 
 """Norms of transformers, and what they are given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

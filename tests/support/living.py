@@ -3,8 +3,6 @@
 
 """The peak of bytes that a call allocates outside of its kernels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

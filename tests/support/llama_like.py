@@ -3,8 +3,6 @@
 
 """A norm with the statements of those in transformers, which patch_model recognizes without that library."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

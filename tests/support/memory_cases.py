@@ -3,8 +3,6 @@
 
 """Calls whose memory is counted: their options, and functions that run them and their gradients."""
 
-from __future__ import annotations
-
 import torch
 from helpers import BF16, FP32, HAS_GPU
 from variants import Variant, options

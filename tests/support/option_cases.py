@@ -8,8 +8,6 @@ checks of a call let through together are in one.
         run_norm(case, make(case.variant, dy_dtype=case.dy_dtype), forward, backward)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 

@@ -4,8 +4,6 @@
 """Signatures of other libraries' functions, as text: names, order and defaults. Those of an installed library are read
 from its files, since most import on a GPU alone."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: MIT
 """Problems and plans as tests ask for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

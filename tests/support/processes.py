@@ -4,8 +4,6 @@
 """Scripts that a test starts; cases that several processes run together, on a CPU with gloo between them, one after the
 other until one fails; and a process group of one process."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

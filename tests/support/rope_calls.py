@@ -3,8 +3,6 @@
 
 """Calls of qk_norm_rope as their users make them, by the tensors and the formula of rope_cases.py."""
 
-from __future__ import annotations
-
 import functools
 
 import rope_cases

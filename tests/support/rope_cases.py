@@ -11,8 +11,6 @@ gradients by autograd. Tolerances are some roundings of the magnitudes that are 
 of the result, and of each number that `casting` and `rounding` round on the way. That they are rounded the bits say.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -243,11 +241,7 @@ def check_forward(call: RopeCall, q_out: Tensor, k_out: Tensor | None) -> None:
 
 
 def check_backward(
-    call: RopeCall,
-    dq: Tensor,
-    dk: Tensor | None,
-    dq_weight: Tensor | None,
-    dk_weight: Tensor | None,
+    call: RopeCall, dq: Tensor, dk: Tensor | None, dq_weight: Tensor | None, dk_weight: Tensor | None
 ) -> None:
     check_gradients(call, {"dq": dq, "dk": dk, "dq_weight": dq_weight, "dk_weight": dk_weight})
 

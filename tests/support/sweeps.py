@@ -3,8 +3,6 @@
 """Sweeps of tests beside the rules for a weight of x's dtype: the rules beside a float32 weight, and the entries that
 ship."""
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 
 """Helpers of the tests of tables: one target, one bucket, one entry, folders of files; and the entries that ship."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 """The tile kernels in the interpreter, with all that they take: `forward_tiles` and `backward_tiles` by the names of
 their parameters, on rows and on heads."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -7,8 +7,6 @@ On a CPU PyTorch decomposes `aten._fused_rms_norm` before a tracer sees it. With
 and derivatives.yaml differentiates it as on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest

@@ -20,8 +20,6 @@ inputs, a floor of a few roundings, and half a unit in the last place of the res
 xhat; that it rounds at all `llama_share` says.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 
 """The variants that tuning tries."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import fields, replace
 
@@ -191,10 +189,7 @@ def test_registers():
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(
     ("size", "n", "kernels"),
-    [
-        *(("few", n, BackwardSplit) for n in (64, 1024, 2048, 4096, 8192, 12288, 16384)),
-        ("few", 18432, Split),
-    ],
+    [*(("few", n, BackwardSplit) for n in (64, 1024, 2048, 4096, 8192, 12288, 16384)), ("few", 18432, Split)],
 )
 def test_split_kernels_are_searched_around_the_one_of_the_rules(size, n, kernels, itemsize):
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]

@@ -3,16 +3,16 @@
 
 """The variants that tuning tries of rows that are not aligned: kernels of unaligned.py beside those of all rows."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+from cutile_runs import ShuffledMachine
 from helpers import in_turn
 from planning import device
 
+from tilegym_rmsnorm.backends.cutile import interpreter
 from tilegym_rmsnorm.backends.cutile.plans.partition import Team, Unaligned
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     FLOAT32,
@@ -27,17 +27,8 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
 from tilegym_rmsnorm.backends.cutile.plans.rules import is_fused, is_unaligned
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardRows, ForwardUnaligned
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from cutile_runs import ShuffledMachine  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import interpreter  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tuning import calls  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tuning.candidates import (  # noqa: E402
-    by_rules,
-    candidates,
-    fits_registers,
-)
+from tilegym_rmsnorm.backends.cutile.tuning import calls
+from tilegym_rmsnorm.backends.cutile.tuning.candidates import by_rules, candidates, fits_registers
 
 # Few and many rows of a tile, one, and parts of a team; of odd numbers of columns and of others.
 WIDTHS = [693, 1070, 3001, 13790]

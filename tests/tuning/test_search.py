@@ -1,30 +1,50 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The search behind `python -m tilegym_rmsnorm tune`: what it times, what it checks and what it refuses."""
+"""The search behind `python -m tilegym_rmsnorm tune`, of forms (plans/problem.py: FORMS), too: its candidates, what it
+times, checks and refuses, and its choices, with a timer that says what it is told."""
 
-from __future__ import annotations
-
+import dataclasses
 import itertools
 import math
 
+import planning
 import pytest
 import torch
+from cutile_runs import set_launcher
+from helpers import Inputs, make_inputs
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from table_cases import TARGET
+from table_cases import TARGET, entry_of
 
-from tilegym_rmsnorm.backends.cutile.plans import problem
-from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, Bucket, form_named
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.host.launcher import find
+from tilegym_rmsnorm.backends.cutile.plans import problem, rules, variants
+from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    BIAS,
+    D_RESIDUAL,
+    FORMS,
+    ITEMSIZE,
+    OPS,
+    PLAIN_ROWS,
+    RESIDUAL,
+    Bucket,
+    Device,
+    form_named,
+)
+from tilegym_rmsnorm.backends.cutile.plans.records import Records
+from tilegym_rmsnorm.backends.cutile.plans.select import choose as chosen_by
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardTiles, ForwardTiles
+from tilegym_rmsnorm.backends.cutile.plans.variants import (
+    BackwardRows,
+    BackwardSplit,
+    BackwardTiles,
+    ForwardTiles,
+)
 from tilegym_rmsnorm.backends.cutile.runtime import tables
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from cutile_runs import set_launcher  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tuning import calls, search  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tuning import calls, search
+from tilegym_rmsnorm.backends.cutile.tuning.candidates import by_rules, candidates, fits_registers
+from tilegym_rmsnorm.measure import accuracy
 
 
 @given(n=st.one_of(st.integers(1, 5000), st.integers(5000, 2**27)), size=st.sampled_from(SIZES))
@@ -258,3 +278,341 @@ def test_a_variant_whose_launch_raises_is_left_out(finder, monkeypatch):
     set_launcher(monkeypatch, "Forward", Failing)
     assert finder.tune(FORWARD, TILES).variant(64) != TILES[1]
     assert "does not run" in finder.lines[0] and "no room in shared memory" in finder.lines[0]
+
+
+VARIANTS = [BackwardRows(width=4096, warps=8, occupancy=1, latency=latency) for latency in range(1, 11)]
+
+
+def halved(variant: BackwardRows) -> BackwardRows:
+    return dataclasses.replace(variant, grid_percent=50)
+
+
+def choose(microseconds: dict[BackwardRows, tuple[float, ...]], wrong=(), told=None, **more):
+    """Call `search.choose` on variants with these true times; the short first round sees them distorted."""
+    asked = []
+
+    def measure(variants, seconds):
+        asked.append(variants)
+        noise = 1.0 if seconds else 1.02
+        return {
+            variant: tuple(us * (noise if i % 2 else 1) for us in microseconds[variant])
+            for i, variant in enumerate(variants)
+            if variant in microseconds
+        }
+
+    def why_wrong(variant):
+        return "dw has an error" if variant in wrong else None
+
+    result = search.choose(VARIANTS, measure, why_wrong, (told if told is not None else []).append, **more)
+    assert asked[0] == VARIANTS, "every candidate is timed"
+    return result
+
+
+@given(st.permutations(range(10)), st.sets(st.integers(0, 9), max_size=9))
+def test_the_fastest_that_is_right_wins(order, wrong):
+    microseconds = {variant: (10 * 1.1**place, 7.0) for variant, place in zip(VARIANTS, order, strict=True)}
+    told = []
+    # A loss above the distortion: none of these looks like a loser, so no place is kept for slower ones.
+    variant, times = choose(microseconds, {VARIANTS[i] for i in wrong}, told, most_loss=1.03)
+    right = [i for i in sorted(range(10), key=order.__getitem__) if i not in wrong]
+    best = right[0] if order[right[0]] < search.FINALISTS or 0 in wrong else 0
+    assert VARIANTS.index(variant) == best, "the rules serve where none of the fastest is right"
+    assert times[variant] and len(told) <= len(wrong)
+    assert all("rejected backward_rows width=4096 " in line and "dw has an error" in line for line in told)
+
+
+def test_others_of_the_fastest_are_timed_and_win_if_they_are_faster():
+    times = {variant: (10.0 + place, 10.0) for place, variant in enumerate(VARIANTS)}
+    slow = {halved(variant): (20.0, 20.0) for variant in VARIANTS}
+    chosen, _ = choose(
+        times | slow | {halved(VARIANTS[2]): (8.0, 8.0)}, others_of=lambda variant: [halved(variant)]
+    )
+    assert chosen == halved(VARIANTS[2])
+    # of the fourth fastest no other is tried
+    chosen, _ = choose(
+        times | slow | {halved(VARIANTS[3]): (8.0, 8.0)}, others_of=lambda variant: [halved(variant)]
+    )
+    assert chosen == VARIANTS[0]
+
+
+def test_the_rules_stay_unless_they_lose_by_more_than_the_spread():
+    times = dict.fromkeys(VARIANTS, (10.0, 10.0)) | {VARIANTS[7]: (9.95, 9.95)}
+    assert choose(times)[0] == VARIANTS[0]
+    assert choose(times | {VARIANTS[7]: (9.5, 10.0)})[0] == VARIANTS[7]
+
+
+def test_nobody_loses_to_the_rules():
+    times = dict.fromkeys(VARIANTS, (10.0, 10.0)) | {VARIANTS[7]: (5.0, 10.05)}
+    assert choose(times)[0] == VARIANTS[7]
+    times[VARIANTS[7]] = (5.0, 10.2)
+    assert choose(times)[0] == VARIANTS[0]
+    times[VARIANTS[4]] = (9.0, 9.9)
+    assert choose(times)[0] == VARIANTS[4]
+    fast = {variant: (5.0, 10.2) for variant in VARIANTS[1:-1]}  # more than there are finalists
+    assert choose(times | fast | {VARIANTS[-1]: (9.0, 9.9)})[0] == VARIANTS[-1]
+    assert choose(times, wrong=(VARIANTS[0], VARIANTS[4]))[0] not in (VARIANTS[0], VARIANTS[4], VARIANTS[7])
+
+
+def test_calls_of_few_rows_may_lose_a_little():
+    times = dict.fromkeys(VARIANTS, (10.0, 10.0, 10.0))
+    times |= {VARIANTS[7]: (9.0, 10.2, 10.2), VARIANTS[8]: (8.0, 10.4, 8.0)}
+    for size in ("large", "small"):
+        assert choose(times, most_loss=search.MOST_LOSS[size])[0] == VARIANTS[0]
+    assert choose(times, most_loss=search.MOST_LOSS["few"])[0] == VARIANTS[7]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_losers_of_the_first_round_leave_room_for_others(size):
+    """They look as if they stayed below the limit, or may: that round is short."""
+    loss = search.MOST_LOSS[size] * 1.01
+    losers = dict.fromkeys(VARIANTS[1:8], (10.0 * loss, 8.0, 8.0))
+    times = dict.fromkeys(VARIANTS, (10.0, 10.0, 10.0)) | losers | {VARIANTS[8]: (9.5, 9.5, 9.5)}
+    assert choose(times, most_loss=search.MOST_LOSS[size])[0] == VARIANTS[8]
+
+
+def test_a_wrong_winner_makes_no_loser_to_the_rules_win():
+    losers = dict.fromkeys(VARIANTS[2:6], (5.0, 10.3))
+    times = (
+        dict.fromkeys(VARIANTS, (20.0, 20.0)) | losers | {VARIANTS[0]: (10.0, 10.0), VARIANTS[1]: (4.0, 9.5)}
+    )
+    assert choose(times)[0] == VARIANTS[1]
+    assert choose(times, wrong=[VARIANTS[1]])[0] == VARIANTS[0]
+
+
+def test_a_variant_that_does_not_run_is_no_candidate():
+    times = {variant: (10.0,) for variant in VARIANTS[3:]} | {VARIANTS[5]: (5.0,)}
+    assert choose(times)[0] == VARIANTS[5]
+    with pytest.raises(search.NothingRightError, match="none of 10"):
+        choose({})
+    with pytest.raises(search.NothingRightError, match="none of 10"):
+        choose(times, wrong=VARIANTS)
+
+
+OTHERS = tuple(form for form in FORMS if form != PLAIN_ROWS)
+EACH = [Bucket(op, 64, "bfloat16", "small", form=form) for form in FORMS for op in OPS]
+CALLS = [(each.op, each.form) for each in EACH if each.has_calls]
+OF_OTHERS = [(op, form) for op, form in CALLS if form != PLAIN_ROWS]
+FACTS = Device(90, 132, 16)
+
+
+def bucket_of(op: str, form: str, dtype: str = "bfloat16") -> Bucket:
+    return Bucket(op, 64, dtype, "small", form=form)
+
+
+# Candidates
+
+
+@pytest.mark.parametrize(("op", "form"), OF_OTHERS)
+@pytest.mark.parametrize("n", [64, 1000, 1024, 4096, 5120, 8192, 8201, 12288, 20480, 28672])
+def test_every_candidate_takes_the_form(n, form, op):
+    for dtype, size in itertools.product(("bfloat16", "float32"), SIZES):
+        bucket = Bucket(op, n, dtype, size, form=form)
+        asked = bucket.problem(FACTS)
+        if not rows_of_class(size, n) or not rules.is_fused(asked):
+            continue
+        found = candidates(bucket, 90)
+        assert found[0] == by_rules(bucket, 90) and len(found) > 8
+        assert all(each.serves_form(asked) and not each.heads for each in found)
+        assert all(fits_registers(each, op, ITEMSIZE[dtype], form=asked.form) for each in found[1:])
+
+
+@pytest.mark.parametrize(
+    ("op", "n", "form"),
+    [
+        ("forward", 20480, BIAS),
+        ("dx", 8201, RESIDUAL),
+        ("backward", 16392, RESIDUAL),
+        ("backward", 14336, D_RESIDUAL),
+    ],
+)
+def test_every_candidate_serves_once_it_is_an_entry(op, n, form):
+    """Tuning timed and checked it, whatever the rules choose."""
+    bucket = Bucket(op, n, "bfloat16", "large", form=form)
+    for variant in candidates(bucket, 90):
+        entries = (Records((entry_of(bucket, variant),)),)
+        of_entry = planning.rules_of()._replace(entries=entries)
+        assert chosen_by(bucket.problem(FACTS), of_entry).first == variant
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_a_form_takes_registers(form):
+    has, op = form_named(form), "backward"
+    tight = variants.BackwardRows(width=16384, warps=8, occupancy=1, latency=4)
+    assert fits_registers(tight, op, 4) and not fits_registers(tight, op, 4, form=has)
+    if form == RESIDUAL:
+        loads = variants.ForwardRows(width=16384, warps=8, occupancy=4, latency=4, packed=True)
+        assert fits_registers(loads, "forward", 2) and not fits_registers(loads, "forward", 2, form=has)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_sum_of_db_takes_the_registers_of_a_sum_of_dw(itemsize):
+    """The widest row that fits keeps one float32 more an element, whatever the bytes of x and dy."""
+
+    def most_elements(form):
+        sizes = range(1024, 32769, 1024)
+        kinds = {
+            n: variants.BackwardRows(width=1024, pieces=n // 1024, warps=8, occupancy=1, latency=4)
+            for n in sizes
+        }
+        return max(n for n, each in kinds.items() if fits_registers(each, "backward", itemsize, form=form))
+
+    kept = 2 + itemsize / 2
+    expected = most_elements(form_named(PLAIN_ROWS)) * kept / (kept + 1)
+    assert abs(most_elements(form_named(BIAS)) - expected) <= 1024
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_rows_by_tma_are_tried_with_every_form(form):
+    bucket = Bucket("backward", 4096, "bfloat16", "large", form=form)
+    assert any(isinstance(each, variants.BackwardPipelined) for each in candidates(bucket, 90))
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_what_serves_plain_rows_is_tried_where_it_takes_the_form(form):
+    bucket = Bucket("backward", 4096, "bfloat16", "large", form=form)
+    known = [
+        variants.BackwardTiles(width=4096, warps=8, occupancy=1, latency=9, tma=True),
+        variants.BackwardPipelined(width=1024, warps=4, occupancy=2, latency=4, pieces=4, grid_percent=92),
+    ]
+    found = candidates(bucket, 90, most=5, known=known)
+    split = variants.BackwardSplit(width=4096, warps=8, occupancy=1, latency=1, rows=8, strip=256, slab=64)
+    assert found[1:3] == known and split not in candidates(bucket, 90, most=5, known=[split])
+
+
+# What is run
+
+
+@pytest.mark.parametrize(("op", "form"), OF_OTHERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_search_times_checks_and_describes(finder, form, op, dtype):
+    bucket = bucket_of(op, form, dtype)
+    finder.machine.facts = finder.machine.facts._replace(target=TARGET)
+    entry = finder.tune(bucket, tiles_of(bucket))
+    assert list(entry.buckets()) == [bucket] and entry.variant(64) in tiles_of(bucket) and not finder.lines
+    assert all(timing["us"] > 0 for timing in entry.evidence)
+    assert tables.parse_table(tables.render_table(TARGET, [entry]), TARGET) == [entry]
+
+
+RESULTS = {
+    ("forward", "residual"): [{"y", "rstd", "residual_out"}] * 2,
+    ("backward", "residual"): [{"dx", "dw"}] * 2,
+    ("dx", "residual"): [{"dx"}] * 2,
+    ("backward", "d_residual"): [{"dx", "d_residual", "dw"}] * 2,
+    ("dx", "d_residual"): [{"dx", "d_residual"}] * 2,
+    ("forward", "bias"): [{"y", "rstd"}] * 2,
+    ("backward", "bias"): [{"dx", "dw", "db"}] * 2,
+}
+
+
+@pytest.mark.parametrize(("op", "form"), OF_OTHERS)
+def test_each_result_that_is_wrong_is_refused(finder, op, form):
+    """One element of one row, by more than a rounding. Of every other seed a forward's residual has an alpha."""
+    bucket = bucket_of(op, form)
+    run = calls.runner(finder.machine, bucket, tiles_of(bucket)[0])
+    for seed, names in enumerate(RESULTS[op, form]):
+        inputs = calls.checked_inputs(37, bucket, torch.device("cpu"), seed)
+        outputs = run(inputs)
+        assert set(outputs) == names and calls.why_wrong(inputs, outputs) is None
+        for name in names:
+            spoilt = outputs | {name: outputs[name].clone()}
+            spoilt[name].view(-1)[11] *= 1.03125
+            assert calls.why_wrong(inputs, spoilt).startswith(name), (name, seed)
+
+
+MOVED = {  # rows that a call reads, and writes
+    ("forward", "plain"): (1, 1),
+    ("forward", "residual"): (2, 2),
+    ("forward", "bias"): (1, 1),
+    ("backward", "plain"): (2, 1),
+    ("backward", "residual"): (3, 1),
+    ("backward", "d_residual"): (3, 2),
+    ("backward", "bias"): (2, 1),
+    ("dx", "plain"): (2, 1),
+    ("dx", "residual"): (3, 1),
+    ("dx", "d_residual"): (3, 2),
+}
+
+
+@pytest.mark.parametrize(("op", "form"), CALLS)
+def test_what_is_timed_moves_so_many_rows(finder, op, form):
+    bucket = bucket_of(op, form)
+    [inputs] = calls.timed_inputs(16, bucket, 1, torch.device("cpu"))
+    outputs = calls.runner(finder.machine, bucket, tiles_of(bucket)[0])(inputs)
+    read = [each for each in (inputs.x, inputs.residual, *([] if op == "forward" else [inputs.dy]))]
+    read, written = (
+        [each for each in some if each is not None and each.ndim == 2] for some in (read, outputs.values())
+    )
+    assert calls.rows_moved(bucket) == (len(read), len(written)) == MOVED[op, form]
+
+
+@pytest.mark.parametrize(("op", "form"), OF_OTHERS)
+def test_what_runs_is_what_users_calls_of_the_form_run(finder, monkeypatch, op, form):
+    """Timed or checked, a call is one for which the launch code would look for an entry of its bucket."""
+    bucket, met, device = bucket_of(op, form), [], torch.device("cpu")
+    run = calls.runner(finder.machine, bucket, tiles_of(bucket)[0])
+    [launcher] = run.args
+    bind = launcher.bind
+    monkeypatch.setattr(launcher, "bind", lambda *asked: (met.append(asked), bind(*asked))[1])
+    for inputs in (
+        *calls.timed_inputs(16, bucket, 1, device),
+        *(calls.checked_inputs(16, bucket, device, seed) for seed in (0, 1)),
+    ):
+        run(inputs)
+        problem = find(launcher.description, finder.machine, *met[-1]).plan.problem
+        assert problem.form == form_named(form) and problem.op == op
+        assert problem.bucket._replace(weight=bucket.weight) == bucket._replace(size=problem.size)
+    assert len(met) == 3
+
+
+@pytest.mark.parametrize(
+    ("op", "form"), [("forward", "residual"), ("backward", "residual"), ("backward", "d_residual")]
+)
+def test_a_residual_that_is_left_out_is_refused(finder, monkeypatch, op, form):
+    """A kernel that takes no residual would do so."""
+    name = "Forward" if op == "forward" else "Backward"
+
+    class Forgetful(launch.Launcher):
+        def __call__(self, spec, tensors, *wanted):
+            *others, last = tensors  # residual, or d_residual_out
+            return super().__call__(spec, (*others, torch.zeros_like(last)), *wanted)
+
+    set_launcher(monkeypatch, name, Forgetful)
+    bucket = bucket_of(op, form)
+    reason = finder.why_wrong(bucket, tiles_of(bucket)[0])
+    assert "residual_out has other bits" in reason if op == "forward" else "dx has a relative error" in reason
+
+
+def test_an_alpha_that_is_left_out_is_refused(finder, monkeypatch):
+    class Forgetful(launch.Launcher):
+        def __call__(self, spec, tensors, wanted):
+            return super().__call__(spec._replace(alpha=1.0), tensors, wanted)
+
+    bucket = bucket_of("backward", D_RESIDUAL)
+    assert finder.why_wrong(bucket, BACKWARD_TILES[0]) is None
+    set_launcher(monkeypatch, "Backward", Forgetful)
+    assert "dx has a relative error" in finder.why_wrong(bucket, BACKWARD_TILES[0])
+
+
+# What they should come to
+
+
+@pytest.mark.parametrize("chunk", [64 * 16, 2**25])
+def test_the_check_of_sums_and_residuals_is_that_of_autograd(monkeypatch, chunk):
+    """PyTorch's own derivatives in float64 are within every allowance, by far."""
+    monkeypatch.setattr(accuracy, "CHUNK_ELEMENTS", chunk)
+    inputs: Inputs = make_inputs(100, 64, torch.float32, torch.float32, device="cpu")
+    x, dy, weight, eps = (each if isinstance(each, float) else each.double() for each in inputs[:4])
+    bias, d_out = torch.randn(64, dtype=torch.float64), torch.randn(100, 64, dtype=torch.float64)
+    leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+    y = torch.nn.functional.rms_norm(leaves[0], (64,), leaves[1], eps) + leaves[2]
+    ((y * dy).sum() + (leaves[0] * d_out).sum()).backward()
+    d = leaves[0].grad
+    outputs = {"y": y.detach(), "dx": 0.5 * d, "d_residual": d, "dw": leaves[1].grad, "db": leaves[2].grad}
+    given = {"bias": bias, "d_residual_out": d_out, "alpha": 0.5}
+    errors, allowed = accuracy.errors_of({"it": outputs}, x, dy, weight, eps, **given)
+    assert set(errors["it"]) == set(outputs) and max(errors["it"].values()) < 1e-12
+    assert accuracy.why_wrong(errors["it"], allowed) is None
+    for name in ("bias", "d_residual_out", "alpha"):
+        without = {key: value for key, value in given.items() if key != name}
+        errors, allowed = accuracy.errors_of({"it": outputs}, x, dy, weight, eps, **without)
+        assert accuracy.why_wrong(errors["it"], allowed) is not None, name

@@ -3,8 +3,6 @@
 
 """`python -m tilegym_rmsnorm tune`: what it stores, what it says, and how it fails."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -16,12 +14,9 @@ from tilegym_rmsnorm import __main__, settings
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, OPS, PLAIN_ROWS, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardTeam, BackwardTiles, ForwardTiles
-from tilegym_rmsnorm.backends.cutile.runtime import tables
+from tilegym_rmsnorm.backends.cutile.runtime import machine, tables
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
-
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from tilegym_rmsnorm.backends.cutile.runtime import machine  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tuning import search, workers  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tuning import search, workers
 
 
 @pytest.fixture

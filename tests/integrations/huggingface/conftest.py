@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-from __future__ import annotations
-
 import itertools
 import pkgutil
 import textwrap

@@ -9,15 +9,12 @@ import operator
 
 import pytest
 import torch
-from torch import nn
-
-from tilegym_rmsnorm import patch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from attention_classes import Attention as WithoutValues
 from attention_classes import D, N, given
+from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
+
+from tilegym_rmsnorm import patch_model
 
 
 class Changing:

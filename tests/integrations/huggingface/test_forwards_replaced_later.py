@@ -13,12 +13,9 @@ import pytest
 import torch
 from hf_models import ARCHITECTURES, TOKENS, results
 from hf_norms import norm_of, rows
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3RMSNorm
 
 from tilegym_rmsnorm import patch_model, unpatch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3RMSNorm
 
 (QWEN3,) = (case for case in ARCHITECTURES if case.name == "Qwen3")
 CLASSES = [Qwen3RMSNorm, Qwen3DecoderLayer, Qwen3Attention]
@@ -96,6 +93,7 @@ def test_by_a_class_that_they_are_derived_from(monkeypatch, cls):
     check_alike(original, ours)
 
 
+@pytest.mark.slow
 def test_compiled_without_a_graph_break(monkeypatch):
     """One class after another, then all of them before the model is compiled."""
     torch._dynamo.reset()

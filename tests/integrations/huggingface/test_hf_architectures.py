@@ -16,8 +16,6 @@ from hf_models import ARCHITECTURES, results
 
 from tilegym_rmsnorm import patch_model, unpatch_model
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 CASES = [
     pytest.param(case, id=case.name, marks=[] if case.is_fast else pytest.mark.slow) for case in ARCHITECTURES
 ]

@@ -12,13 +12,12 @@ import types
 
 import pytest
 import torch
+import transformers
 from hf_models import SIZES, classes_of_models
 
 from tilegym_rmsnorm import patch_model, unpatch_model
 from tilegym_rmsnorm.integrations.huggingface.attention import norms_of, rotates
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 REWRITTEN = 40  # of transformers 5.23.0
 # Classes with the same statements, whose norms are none that is patched.

@@ -15,14 +15,11 @@ import pytest
 import torch
 from hf_models import classes_of_models
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_rmsnorm import patch_model, unpatch_model
 from tilegym_rmsnorm.integrations.huggingface import inplace
 from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 N = 32
 REASON = "its input is changed in place before the backward reads it: "

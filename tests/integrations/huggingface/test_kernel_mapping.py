@@ -13,16 +13,13 @@ import types
 import pytest
 import torch
 from torch import nn
-
-from tilegym_rmsnorm.integrations.huggingface import kernel_mapping, mapping
-from tilegym_rmsnorm.integrations.huggingface.mapping import Repository
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+
+from tilegym_rmsnorm.integrations.huggingface import kernel_mapping, mapping
+from tilegym_rmsnorm.integrations.huggingface.mapping import Repository
 
 N = 32
 NORMS = {

@@ -11,13 +11,10 @@ import torch
 from hf_models import ARCHITECTURES, TOKENS
 from hf_norms import LLAMA, N, changed, norm_of, rows
 from torch import nn
-
-from tilegym_rmsnorm import patch_model, unpatch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from tilegym_rmsnorm import patch_model, unpatch_model
 
 
 class Meta(type):

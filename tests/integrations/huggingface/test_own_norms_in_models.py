@@ -14,8 +14,6 @@ from torch import nn
 from tilegym_rmsnorm import RMSNorm, patch_model, unpatch_model
 from tilegym_rmsnorm.integrations.huggingface import norms
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 N = 32
 
 

@@ -13,18 +13,15 @@ import textwrap
 
 import pytest
 import torch
+from attention_classes import D, assert_same, both_of, given
 from helpers import skipped_where_fails
 from hf_models import ARCHITECTURES, TOKENS, results
 from torch import nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
 from tilegym_rmsnorm import patch_model, unpatch_model
 from tilegym_rmsnorm.integrations.huggingface.attention import norms_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from attention_classes import D, assert_same, both_of, given
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
 # What llama's rotary function takes between sin and unsqueeze_dim: in transformers 4.57 positions, which it ignores.
 POSITIONS = "None, " if "position_ids" in inspect.signature(apply_rotary_pos_emb).parameters else ""

@@ -14,17 +14,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_rmsnorm import patch_model, unpatch_model
 from tilegym_rmsnorm.integrations.huggingface import norms
 from tilegym_rmsnorm.integrations.huggingface.layers import rewritten
 from tilegym_rmsnorm.integrations.huggingface.rewriting import child_and_argument
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 N = 32
 

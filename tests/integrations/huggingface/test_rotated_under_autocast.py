@@ -10,19 +10,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hf_models import ARCHITECTURES, TOKENS, results
-from torch import nn
-
-from tilegym_rmsnorm import patch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 import transformers
 from attention_classes import Attention as WithoutValues
 from attention_classes import D, N, assert_same, both_of, given
+from hf_models import ARCHITECTURES, TOKENS, results
+from torch import nn
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
+
+from tilegym_rmsnorm import patch_model
 
 
 class Attention(WithoutValues):

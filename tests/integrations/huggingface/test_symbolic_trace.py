@@ -10,15 +10,12 @@ import inspect
 import pytest
 import torch
 from torch import nn
-
-from tilegym_rmsnorm import patch_model, unpatch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from tilegym_rmsnorm import patch_model, unpatch_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 

@@ -13,12 +13,9 @@ import pytest
 import torch
 from hf_models import TOKENS
 from hf_norms import LLAMA, N, norm_of, rows
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_rmsnorm import patch_model, unpatch_model
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 class Replaced(LlamaRMSNorm):
@@ -78,6 +75,7 @@ def test_copies_and_pickles(copied, layers):
     assert unpatch_model(again).counts["restored"] == (7 if layers else 5)
 
 
+@pytest.mark.slow
 def test_saved_whole_and_loaded_in_another_process(tmp_path):
     norm = norm_of()
     patch_model(norm)

@@ -10,14 +10,11 @@ import pytest
 import torch
 from hf_norms import N
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_rmsnorm import RMSNorm, patch_model
 from tilegym_rmsnorm.integrations.huggingface import norms
 from tilegym_rmsnorm.integrations.huggingface.report import elided
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 class Layer(nn.Module):
@@ -125,10 +122,7 @@ def test_hooks_of_all_modules_and_norms_that_are_put_in_its_place(told):
     handle.remove()
     layer.norm = nn.Tanh()
     layer(rows(), rows())
-    assert told() == [
-        *prefixed("a hook sees all modules"),
-        *prefixed("it is not patched", "Tanh"),
-    ]
+    assert told() == [*prefixed("a hook sees all modules"), *prefixed("it is not patched", "Tanh")]
 
 
 def test_it_is_not_told_where_nobody_reads_it(told, caplog):

@@ -8,7 +8,7 @@ checks have passed.
 
 A hint in an error says what a call with such shapes may have meant, and in which layout of q it is right: the same
 shapes may have another layout, in which the call would then fit, and rotate by the number of a head or of a batch.
-tests/api/test_rope_hints.py follows every hint.
+tests/api/test_rope_errors.py follows every hint.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def add_row_by_tma(arrays, where, tsums, trstd, NUMBERS, HOW, team=()):
     again from its 16 bits. bfloat16's x is widened one at a time beside a 16-bit weight: in pairs 9 * 2048 columns take
     104 bytes of stack (so they do under casting="llama" as it is). Else they take none in pairs, 16 under
     casting="llama", and one at a time beside a float32 weight the compiler loads over x that is still read
-    (tests/machine_code/test_pipelines_variants.py).
+    (tests/machine_code/test_pipelines.py).
 
     team: of a block that holds a part of the row, PACKED (backward_team.py). x is made again from its 16 bits once the
     team's sum is there where it would take stack as float32: by 2 * 8192 columns 120 bytes in float16, 88 in bfloat16

@@ -2,22 +2,32 @@
 # SPDX-License-Identifier: MIT
 
 """Every class of the installed transformers whose name is that of an RMSNorm, or of a norm like T5's: it is matched and
-computes the same bits, or it is declined."""
+computes the same bits, or it is declined. Of those that hold an RMSNorm: how many are layers that can be rewritten, and
+that what is compiled for them has their statements but for the sum and the norm. docs/huggingface.md has these figures,
+and its snippets print what it shows."""
 
 import collections
+import contextlib
+import dis
+import inspect
+import io
 import re
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
-from hf_models import classes_of_models
+import transformers
+from hf_models import ARCHITECTURES, classes_of_models
+from test_hf_attention_classes import REWRITTEN as ATTENTION
 from torch import nn
 
 from tilegym_rmsnorm import patch_model
-from tilegym_rmsnorm.integrations.huggingface.arithmetic import match_of
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import ARITHMETICS, match_of
+from tilegym_rmsnorm.integrations.huggingface.layers import rewritten
 from tilegym_rmsnorm.integrations.huggingface.report import elided
+from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 N = 48
 NAME = re.compile(r"RMSNorm|RmsNorm|LayerNorm$")
@@ -132,3 +142,71 @@ def test_what_is_declined_is_listed_with_its_reason(found):
             report = patch_model(module)
             assert not report.patched
             assert report.declined == (("", cls.__name__, elided(f"its forward {reason}")),)
+
+
+REWRITTEN = {1: 145, 2: 6}  # of transformers 5.23.0: classes in which so many norms add
+
+
+def holders():
+    """Classes and the names of their norms."""
+    for cls in classes_of_models("RMSNorm"):
+        if "forward" in vars(cls):
+            names = re.findall(r"self\.(\w+) = \w*RMSNorm\(", inspect.getsource(cls.__init__))
+            if names:
+                yield cls, names
+
+
+def calls(function):
+    return [each.argval for each in dis.get_instructions(function) if each.opname.startswith("LOAD_ATTR")]
+
+
+@pytest.mark.slow
+def test_which_layers_are_rewritten():
+    counts = collections.Counter()
+    for cls, names in holders():
+        try:
+            function, fused = rewritten(cls, names)
+        except Unclear as error:
+            assert str(error)
+            continue
+        counts[len(fused)] += 1
+        function, original = inspect.unwrap(function), forward_of(cls)
+        assert inspect.signature(function).parameters.keys() == inspect.signature(original).parameters.keys()
+        assert collections.Counter(calls(function)) <= collections.Counter(
+            calls(original)
+        ) + collections.Counter(fused)
+        assert "tilegym_add_norm" in function.__code__.co_freevars
+    assert sum(counts.values()) > 60
+    if transformers.__version__ == "5.23.0":
+        assert counts == REWRITTEN
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+
+
+def test_snippets_print_what_is_shown():
+    scope, shown_blocks = {}, 0
+    blocks = re.findall(r"^```python\n(.*?)^```\n\n((?:    [^\n]*\n)*)", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    for snippet, shown in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(snippet, "docs/huggingface.md", "exec"), scope)
+        assert output.getvalue() == textwrap.dedent(shown)
+        shown_blocks += bool(shown)
+    assert shown_blocks == 3
+
+
+def test_the_table_of_arithmetics():
+    rows = re.findall(r"^\| `([\w ]+)` \| (.*?) \| (\d* ?)\| .* \|$", PAGE, re.MULTILINE)
+    assert {name: meaning for name, meaning, _ in rows} == {
+        name: meaning for name, (meaning, _) in ARITHMETICS.items()
+    }
+    counts = {name: int(count) for name, _, count in rows if count.strip()}
+    assert counts == {name: count for name, count in EXPECTED.items() if name != "declined"}
+    text = " ".join(PAGE.split())
+    assert f"these are {sum(counts.values())} classes" in text
+    assert f"are {sum(DECLINED_RMS_NORMS.values())} classes named RMSNorm: the 14 gated ones" in text
+    assert f"{sum(REWRITTEN.values())} classes of layers" in text
+    assert f"{ATTENTION} classes of attention" in text
+    assert DECLINED_RMS_NORMS["takes more than one tensor"] == 14
+    assert f"{len(ARCHITECTURES)} architectures" in text
