@@ -25,8 +25,8 @@ import ast
 import builtins
 import inspect
 import operator
-from collections.abc import Callable, Mapping
-from types import FunctionType, MappingProxyType, ModuleType
+from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -91,10 +91,10 @@ class _Object(NamedTuple):
 
 class Reader:
     def __init__(self, cls: type, lookups: Lookups) -> None:
-        self.cls = cls
-        self.lookups = lookups
-        self.depth = 0
-        self.statements = 0
+        self.cls, self.lookups = cls, lookups
+        # These make the expression of a call of a tensor's method of that name, and of a function.
+        self.methods, self.functions = dict(_METHODS), dict(_FUNCTIONS)
+        self.depth = self.statements = 0
 
     def read(
         self, function: FunctionType, given: list[Any], named: dict[str, Any], is_forward: bool = False
@@ -152,13 +152,6 @@ class Reader:
         if isinstance(target, ast.Name):
             values[target.id] = value
         return isinstance(target, ast.Name)
-
-    def method_read(self, name: str) -> Callable[..., Any] | None:
-        """Return what makes the expression of a call of this method of a tensor."""
-        return _METHODS.get(name)
-
-    def function_read(self, called: Any) -> Callable[..., Any] | None:
-        return _FUNCTIONS.get(called)
 
     def value(self, node: ast.expr, values: dict[str, Any], function: FunctionType) -> Any:
         """Evaluate a node: an `Expression` or an `_Object`."""
@@ -236,14 +229,14 @@ class Reader:
                     return self.read(method, [_SELF, *given], named)
                 raise Unclear(f"calls self.{node.attr}, which is no method of its class")
             if not isinstance(base, _Object):
-                operation = self.method_read(node.attr)
+                operation = self.methods.get(node.attr)
                 if operation is None:
                     raise Unclear(f"calls .{node.attr}() of a tensor")
                 return _applied(operation, [base, *given], named)
         called = self.value(node, values, function)
         if isinstance(called, _Object):
             try:
-                operation = self.function_read(called.value)
+                operation = self.functions.get(called.value)
             except TypeError:  # not hashable
                 operation = None
             if operation is not None:
@@ -354,9 +347,7 @@ _OPERATORS = {ast.Mult: _mul, ast.Add: _add, ast.Pow: _pow}
 # Operations that are functions of torch, too.
 _OF_BOTH: dict[str, Callable[..., Any]] = {"mul": _mul, "add": _add, "square": _square, "rsqrt": _rsqrt}
 _OF_BOTH |= {"pow": _pow, "mean": _mean}
-_METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"to": _to, "type": _to, "float": _float, "type_as": _type_as, **_OF_BOTH}
-)
+_METHODS = {"to": _to, "type": _to, "float": _float, "type_as": _type_as, **_OF_BOTH}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): operation for name, operation in _OF_BOTH.items()},
     **dict.fromkeys((torch.rms_norm, functional.rms_norm), _rms_norm),

@@ -30,8 +30,8 @@ from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, OfPlainType
 from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
-from tilegym_rmsnorm.integrations.huggingface.current import forward_now
 from tilegym_rmsnorm.integrations.huggingface.inert import has_hooks
+from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_now
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.integrations.huggingface.strides import in_order, order_in_memory
 from tilegym_rmsnorm.nn.configured import reduce_instance

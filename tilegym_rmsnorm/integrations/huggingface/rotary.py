@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -63,7 +62,9 @@ def read_rotary(rotary: Any, given: list[Any], named: dict[str, Any]) -> Rotary:
     constants = [("const", value) for value in given]
     options = {name: ("const", value) for name, value in named.items()}
     lookups: Lookups = []
-    found = _Reader(type(None), lookups).read(_function_of(rotary), [_Q, _K, _COS, _SIN, *constants], options)
+    reader = _Reader(type(None), lookups)
+    reader.methods["unsqueeze"], reader.functions[torch.cat] = _unsqueeze, _cat
+    found = reader.read(_function_of(rotary), [_Q, _K, _COS, _SIN, *constants], options)
     if found[:2] == ("if", ("is not None", _K)):
         found = found[2]
     # Keep each helper once: a call compares them all.
@@ -149,12 +150,6 @@ class _Reader(Reader):
                 self.bind(each, part, values) for each, part in zip(target.elts, value[1:], strict=True)
             )
         return super().bind(target, value, values)
-
-    def method_read(self, name: str) -> Callable[..., Any] | None:
-        return _unsqueeze if name == "unsqueeze" else super().method_read(name)
-
-    def function_read(self, called: Any) -> Callable[..., Any] | None:
-        return _cat if called is torch.cat else super().function_read(called)
 
 
 def _unsqueeze(e: Expression, dim: Expression) -> Expression:

@@ -79,7 +79,7 @@ class Unchanging:
     Args:
         cls: The class of the method.
         function: The method.
-        statements: Those of its tree that may run before the code ends.
+        statements: Those of its tree that may run before the code ends, and tests of an `if` around it.
         norms: Calls of norms that run later. Each counts as if its one argument stood in its place.
         rotation: The call that returns q and k rotated.
     """
@@ -88,7 +88,7 @@ class Unchanging:
         self,
         cls: type,
         function: FunctionType,
-        statements: Sequence[ast.stmt],
+        statements: Sequence[ast.AST],
         norms: Collection[ast.Call],
         rotation: ast.Call,
     ) -> None:
@@ -118,37 +118,34 @@ class Unchanging:
     def is_unchanging(self, *nodes: ast.AST | None) -> bool:
         return all(self._is_one_unchanging(node) for node in nodes if node is not None)
 
+    def _is_safe(self, *nodes: ast.expr) -> bool:
+        """Return whether expressions change nothing and have values of which operations change nothing."""
+        return self._is_known(*nodes) and self.is_unchanging(*nodes)
+
     def _is_one_unchanging(self, node: ast.AST) -> bool:
         if isinstance(node, ast.stmt):
             return self._statement(node)
         if isinstance(node, ast.Name):
             is_local = node.id in self.locals or node.id in self.values
             return is_local or (node.id != "self" and self._is_constant(node))
-        if isinstance(node, ast.Constant):
-            return True
         if isinstance(node, ast.Attribute):
             if self._reads(node) or self._is_constant(node):
                 return True
-            return node.attr in _ATTRIBUTES and self._is_known(node.value) and self.is_unchanging(node.value)
+            return node.attr in _ATTRIBUTES and self._is_safe(node.value)
         if isinstance(node, ast.Call):
             return self._call(node)
-        if isinstance(node, ast.Starred):
-            return self._is_known(node.value) and self.is_unchanging(node.value)
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
             is_listed = all(
-                _are_names(each.target)
-                and self._is_known(each.iter, *each.ifs)
-                and not each.is_async
-                and self.is_unchanging(each.iter, *each.ifs)
+                _are_names(each.target) and not each.is_async and self._is_safe(each.iter, *each.ifs)
                 for each in node.generators
             )
             return is_listed and self.is_unchanging(node.elt)
         inside = _operands(node)
-        if isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr)):
+        if isinstance(node, (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr)) or (
+            isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)
+        ):
             return self.is_unchanging(*inside)
-        if isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
-            return self.is_unchanging(*inside)
-        return isinstance(node, _OPERATORS) and self._is_known(*inside) and self.is_unchanging(*inside)
+        return isinstance(node, (*_OPERATORS, ast.Starred)) and self._is_safe(*inside)
 
     def _statement(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Assign):
@@ -166,7 +163,7 @@ class Unchanging:
         if isinstance(node, ast.Expr):
             return self.is_unchanging(node.value)
         if isinstance(node, ast.Assert):
-            return self._is_known(node.test) and self.is_unchanging(node.test)
+            return self._is_safe(node.test)
         return isinstance(node, (ast.Pass, ast.Break, ast.Continue, ast.Return, ast.Raise))
 
     def _binds(self, target: ast.expr, value: ast.expr | None) -> bool:
@@ -206,7 +203,7 @@ class Unchanging:
         if called is not None or not isinstance(node.func, ast.Attribute):
             return False
         name, tensor = node.func.attr, node.func.value
-        return name in _METHODS and self._is_known(tensor) and self.is_unchanging(tensor)
+        return name in _METHODS and self._is_safe(tensor)
 
     def _global(self, node: ast.expr) -> Any:
         """Return the value of a global name, of a builtin, or of a name in a module; None of anything else."""
@@ -240,10 +237,9 @@ class Unchanging:
             result = len(known) == len(values) and self._is_known(*known)
             self.asked.remove(node.id)
             return result
-        if isinstance(node, ast.Attribute) and self._is_constant(node):
-            return True
         if isinstance(node, ast.Attribute):
-            return self._reads(node) or (node.attr in _ATTRIBUTES and self._is_known(node.value))
+            is_read = self._is_constant(node) or self._reads(node)
+            return is_read or (node.attr in _ATTRIBUTES and self._is_known(node.value))
         if isinstance(node, (*_OPERATORS, ast.Tuple, ast.List, ast.Starred)):
             return self._is_known(*_operands(node))
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
@@ -323,7 +319,7 @@ def _is_one_of(value: Any, known: frozenset[Any]) -> bool:
         return False
 
 
-def _added_to(statements: Sequence[ast.stmt]) -> set[str]:
+def _added_to(statements: Sequence[ast.AST]) -> set[str]:
     """Return the names of objects that have a method called which may put anything into them, as list.append does."""
     return {
         each.id
@@ -337,7 +333,7 @@ def _added_to(statements: Sequence[ast.stmt]) -> set[str]:
     }
 
 
-def _values(statements: Sequence[ast.stmt]) -> dict[str, list[ast.expr | None]]:
+def _values(statements: Sequence[ast.AST]) -> dict[str, list[ast.expr | None]]:
     """Return the values that statements bind to each name, or to one of several at once. None: any value."""
     values: dict[str, list[ast.expr | None]] = {}
     seen: set[ast.AST] = set()
