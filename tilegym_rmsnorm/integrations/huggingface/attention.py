@@ -163,18 +163,17 @@ def _rotary_of(call: Any, function: FunctionType) -> Rotary:
         raise Unclear(f"calls {name}, which {error}") from None
 
 
-def _norm_of(name: str, before: list[tuple[ast.AST, list[ast.stmt]]]) -> _Norm:
+def _norm_of(name: str, before: list[tuple[Any, list[ast.stmt]]]) -> _Norm:
     """Return the norm of q or k, by its name, from the nodes before the rotation, each with the block it stands in."""
     is_turned = False
-    using: list[tuple[int, Any, list[ast.stmt]]]
     using = [(place, *each) for place, each in enumerate(before) if uses([name], each[0])][::-1]
     for place, node, own in using:
-        block: list[ast.stmt] = own
+        block = own
         is_if = isinstance(node, ast.If) and len(node.body) == 2 and not node.orelse
         if is_if and not uses([name], node.test):
             block = node.body
             node = block[uses([name], block[1])]
-        target, value = assigned(node)  # type: ignore[arg-type]
+        target, value = assigned(node)
         while (inner := _transposed(value)) is not None:
             value, is_turned = inner, not is_turned
         norm, _ = child_and_argument(value)

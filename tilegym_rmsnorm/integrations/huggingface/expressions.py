@@ -95,6 +95,8 @@ class Reader:
         # These make the expression of a call of a tensor's method of that name, and of a function.
         self.methods, self.functions = dict(_METHODS), dict(_FUNCTIONS)
         self.depth = self.statements = 0
+        self.values: dict[str, Any] = {}  # the locals of the call that is read, and the globals of its function
+        self.globals: dict[str, Any] = {}
 
     def read(
         self, function: FunctionType, given: list[Any], named: dict[str, Any], is_forward: bool = False
@@ -110,28 +112,27 @@ class Reader:
         values = _defaults(function, parameters) | dict(zip(parameters, given, strict=False)) | named
         if len(given) > len(parameters) or set(values) != set(parameters):
             raise Unclear("calls a function with other arguments than it takes")
-        self.depth += 1
-        result = self.block(tree.body, values, function)
-        self.depth -= 1
+        outer = self.depth, self.values, self.globals
+        self.depth, self.values, self.globals = self.depth + 1, values, function.__globals__
+        result = self.block(tree.body)
+        self.depth, self.values, self.globals = outer
         if result is None:
             raise Unclear("does not return on every path")
         return result
 
-    def block(self, statements: list[ast.stmt], values: dict[str, Any], function: FunctionType) -> Any:
-        """Evaluate statements up to their `return`; None without one. Changes `values`, the locals."""
+    def block(self, statements: list[ast.stmt]) -> Any:
+        """Evaluate statements up to their `return`; None without one."""
         for index, statement in enumerate(statements):
             self.statements += 1
             if self.statements > _MAX_STATEMENTS:
                 raise Unclear("has too many statements for a norm")
             if isinstance(statement, ast.Return) and statement.value is not None:
-                return self.value(statement.value, values, function)
+                return self.value(statement.value)
             if isinstance(statement, ast.If):
-                test = self.value(statement.test, values, function)
-                rest = statements[index + 1 :]
-                branches = [
-                    self.block([*branch, *rest], dict(values), function)
-                    for branch in (statement.body, statement.orelse)
-                ]
+                test, values, branches = self.value(statement.test), self.values, []
+                for branch in (statement.body, statement.orelse):
+                    self.values = dict(values)
+                    branches.append(self.block([*branch, *statements[index + 1 :]]))
                 if None in branches:
                     return None
                 return branches[0] if branches[0] == branches[1] else ("if", test, *branches)
@@ -143,26 +144,23 @@ class Reader:
                 continue
             else:
                 raise Unclear(f"has a statement that is not read: {text_of_node(statement)}")
-            if not self.bind(target, self.value(value, values, function), values):
+            if not self.bind(target, self.value(value)):
                 raise Unclear(f"has a statement that is not read: {text_of_node(statement)}")
         return None
 
-    def bind(self, target: ast.expr, value: Any, values: dict[str, Any]) -> bool:
+    def bind(self, target: ast.expr, value: Any) -> bool:
         """Assign a value. Return whether such a target is read."""
         if isinstance(target, ast.Name):
-            values[target.id] = value
+            self.values[target.id] = value
         return isinstance(target, ast.Name)
 
-    def value(self, node: ast.expr, values: dict[str, Any], function: FunctionType) -> Any:
+    def value(self, node: ast.expr) -> Any:
         """Evaluate a node: an `Expression` or an `_Object`."""
-
-        def of(inner: ast.expr) -> Any:
-            return self.value(inner, values, function)
-
+        of = self.value
         if isinstance(node, ast.Name):
-            if node.id in values:
-                return values[node.id]
-            found = self.looked_up(function.__globals__, node.id)
+            if node.id in self.values:
+                return self.values[node.id]
+            found = self.looked_up(self.globals, node.id)
             if found is not _MISSING:
                 return _Object(found)
         elif isinstance(node, ast.Constant):
@@ -192,7 +190,7 @@ class Reader:
             named = {word.arg: of(word.value) for word in node.keywords if word.arg is not None}
             if len(named) == len(node.keywords) and not any(isinstance(a, ast.Starred) for a in node.args):
                 given = [of(argument) for argument in node.args]
-                return self.call(node.func, given, named, values, function)
+                return self.call(node.func, given, named)
         raise Unclear(f"computes something that is not read: {text_of_node(node)}")
 
     def looked_up(self, scope: Any, name: str) -> Any:
@@ -211,16 +209,9 @@ class Reader:
             return (name, base)
         raise Unclear(f"reads .{name} of something that is not read")
 
-    def call(
-        self,
-        node: ast.expr,
-        given: list[Any],
-        named: dict[str, Any],
-        values: dict[str, Any],
-        function: FunctionType,
-    ) -> Any:
+    def call(self, node: ast.expr, given: list[Any], named: dict[str, Any]) -> Any:
         if isinstance(node, ast.Attribute):
-            base = self.value(node.value, values, function)
+            base = self.value(node.value)
             if base == _SELF:
                 method = inspect.getattr_static(self.cls, node.attr, None)
                 if isinstance(method, staticmethod) and isinstance(method.__func__, FunctionType):
@@ -233,7 +224,7 @@ class Reader:
                 if operation is None:
                     raise Unclear(f"calls .{node.attr}() of a tensor")
                 return _applied(operation, [base, *given], named)
-        called = self.value(node, values, function)
+        called = self.value(node)
         if isinstance(called, _Object):
             try:
                 operation = self.functions.get(called.value)

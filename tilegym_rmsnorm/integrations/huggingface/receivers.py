@@ -83,7 +83,7 @@ class Receivers:
 
 def _holds(cache: Any, layer: Any, dtype: torch.dtype) -> bool:
     """Return whether a cache is transformers', and holds keys of this dtype in this layer, or none yet."""
-    layers = getattr(cache, "layers", None)
+    layers: Any = getattr(cache, "layers", None)
     is_known = type(cache).__module__ == "transformers.cache_utils" and isinstance(layers, list)
     if not is_known or type(layer) is not int:
         return False

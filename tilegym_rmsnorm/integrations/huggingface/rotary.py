@@ -123,10 +123,10 @@ def _without_casts(found: Any) -> Any:
 
 
 class _Reader(Reader):
-    def value(self, node: ast.expr, values: dict[str, Any], function: FunctionType) -> Any:
-        def of(inner: ast.expr | None) -> Any:
-            return None if inner is None else self.value(inner, values, function)
-
+    def value(self, node: ast.expr | None) -> Any:
+        of = self.value
+        if node is None:  # an end of a slice
+            return None
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             operand = of(node.operand)
             if operand[0] != "const":
@@ -142,14 +142,12 @@ class _Reader(Reader):
                 part = index.elts[1]
                 if isinstance(part, ast.Slice) and part.step is None:
                     return ("columns", base, of(part.lower), of(part.upper))
-        return super().value(node, values, function)
+        return super().value(node)
 
-    def bind(self, target: ast.expr, value: Any, values: dict[str, Any]) -> bool:
+    def bind(self, target: ast.expr, value: Any) -> bool:
         if isinstance(target, ast.Tuple) and value[0] == "tuple" and len(target.elts) == len(value) - 1:
-            return all(
-                self.bind(each, part, values) for each, part in zip(target.elts, value[1:], strict=True)
-            )
-        return super().bind(target, value, values)
+            return all(map(self.bind, target.elts, value[1:]))
+        return super().bind(target, value)
 
 
 def _unsqueeze(e: Expression, dim: Expression) -> Expression:

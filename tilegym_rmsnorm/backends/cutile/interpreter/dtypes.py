@@ -34,15 +34,13 @@ _BOOL, _INT, _FLOAT = range(3)
 
 def torch_dtype(dtype: object) -> torch.dtype:
     """The torch dtype of a dtype written in a kernel (ct.float32, x.dtype; cuda.tile takes torch's own too)."""
-    if isinstance(dtype, ct.DType):
-        if dtype not in TORCH_DTYPE:
-            raise NotImplementedError(f"ct.{dtype.name} is not supported by the interpreter")
-        return TORCH_DTYPE[dtype]
-    if isinstance(dtype, torch.dtype):
-        if dtype not in TILE_DTYPE:
-            raise NotImplementedError(f"{dtype} is not supported by the interpreter")
-        return dtype
-    raise TypeError(f"expected a dtype, got {dtype!r}")
+    if not isinstance(dtype, (ct.DType, torch.dtype)):
+        raise TypeError(f"expected a dtype, got {dtype!r}")
+    found = TORCH_DTYPE.get(dtype, dtype)
+    if found not in TILE_DTYPE:
+        written = f"ct.{dtype.name}" if isinstance(dtype, ct.DType) else dtype
+        raise NotImplementedError(f"{written} is not supported by the interpreter")
+    return found
 
 
 def name(dtype: torch.dtype) -> str:

@@ -158,14 +158,11 @@ class Memory:
                 index[axis], offset = divmod(offset, self.tensor.stride(axis))
         return index
 
-    @property
-    def _is_written(self) -> bool:
-        return "written" in self._blocks or "atomically written" in self._blocks
-
     def _check_overlap(self) -> None:
         """Refuse overlapping arguments, once both are accessed, if either is written."""
         for other in self.overlapping:
-            if other._blocks and (self._is_written or other._is_written):
+            is_written = any(how.endswith("written") for how in (*self._blocks, *other._blocks))
+            if other._blocks and is_written:
                 raise RuntimeError(
                     f"{self.name} and {other.name} overlap in memory, and one of them is written"
                 )
