@@ -189,8 +189,6 @@ def _refusal(given: Mapping[str, Any], backend: str | None) -> str | None:
     return unusable and f"backend {backend!r} cannot run it: {unusable.reason}"
 
 
-
-
 def _obstacle_of_backward(norm: Node, given: Mapping[str, Any]) -> str | None:
     mask = given["output_mask"]
     if not isinstance(mask, (list, tuple)) or [type(each) for each in mask] != [bool, bool]:

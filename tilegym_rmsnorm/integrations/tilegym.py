@@ -165,7 +165,8 @@ class TileRMSNorm(nn.Module):
 
     def forward_torch(self, hidden_states: Tensor) -> Tensor:
         """Compute the forward in PyTorch, rounded as `forward` rounds."""
-        shape, options = hidden_states.shape[-1:], {"offset": self.offset, "backend": "torch"}
+        shape = hidden_states.shape[-1:]
+        options: dict[str, Any] = {"offset": self.offset, "backend": "torch"}
         return functional.rms_norm(hidden_states, shape, self.weight, self.variance_epsilon, **options)
 
     compute_rstd_torch = staticmethod(compute_rms_norm_rstd_torch)

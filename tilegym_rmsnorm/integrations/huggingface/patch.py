@@ -240,10 +240,7 @@ def _is_sequential(module: nn.Module) -> bool:
 
 def _match(module: nn.Module, cls: type) -> Match:
     """Return the arithmetic of a module, or raise `Unclear`. cls: its class, for a patched module the original."""
-    try:
-        match = match_of(cls)
-    except Unclear as error:
-        raise Unclear(f"its forward {error}") from None
+    match: Match = _read(match_of, cls)
     _check_forward_is_called(module)
     # A rewritten layer does not call its norms, so this __call__ would be left out. The __call__ of the layer itself
     # still runs: transformers 5.17 checkpoints there.
@@ -336,7 +333,7 @@ def _attention(module: nn.Module, norms: _Norms) -> AttentionPatch | None:
     return AttentionPatch(names)
 
 
-def _read(read: Callable[[type], tuple[str, ...]], cls: type) -> tuple[str, ...]:
+def _read(read: Callable[[type], Any], cls: type) -> Any:
     try:
         return read(cls)
     except Unclear as error:
