@@ -73,9 +73,7 @@ class NormPatch:
                     return original(self, **named)
             elif more or named:
                 return original(self, x, *more, **named)
-            if not computes_as_tensor(x):
-                return original(self, x)
-            call = match.call(self, x.shape, x.dtype)
+            call = match.call(self, x.shape, x.dtype) if computes_as_tensor(x) else None
             return original(self, x) if call is None else run(x, match, call, backend)
 
         def extra_repr(self: Any) -> str:
@@ -104,10 +102,10 @@ def _leaves_operations(cls: Any) -> bool:
         return True
     if not issubclass(cls, Tensor):
         return False
-    function = cls.__torch_function__
-    if function is not torch._C._disabled_torch_function_impl:
-        if getattr(function, "__func__", None) is not Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
-            return False
+    function, default = cls.__torch_function__, cast(Any, Tensor.__torch_function__).__func__
+    is_own = getattr(function, "__func__", None) is not default
+    if is_own and function is not torch._C._disabled_torch_function_impl:
+        return False
     return all(getattr(cls, name) is getattr(Tensor, name) for name in _OPERATIONS)
 
 

@@ -69,10 +69,8 @@ def promote(a: torch.dtype | Constant, b: torch.dtype | Constant, *, to_float: b
         a, b = b, a
     if not isinstance(a, torch.dtype):
         a, b = constant_dtype(a), constant_dtype(b)
-    if isinstance(b, torch.dtype):
-        common = _promote_dtypes(a, b)
-    else:
-        common = _promote_with_constant(a, b, to_float)
+    both = isinstance(b, torch.dtype)
+    common = _promote_dtypes(a, b) if both else _promote_with_constant(a, b, to_float)
     return torch.float32 if to_float and not common.is_floating_point else common
 
 

@@ -183,6 +183,7 @@ def _nan_aware(op: str) -> Callable:
     return operation
 
 
+abs = builtins.abs
 add, sub, mul, truediv = _rounded("add"), _rounded("sub"), _rounded("mul"), _rounded("truediv")
 minimum, maximum = _nan_aware("minimum"), _nan_aware("maximum")
 floordiv, cdiv, mod = _binary(arithmetic, "floordiv"), _binary(arithmetic, "cdiv"), _binary(arithmetic, "mod")
@@ -204,10 +205,6 @@ def where(cond, x, y, /):
     for branch in (a, b):
         check_broadcast(condition, branch)
     return Tile(torch.where(condition, a, b))
-
-
-def abs(x, /):
-    return builtins.abs(x)
 
 
 def negative(x, /):
