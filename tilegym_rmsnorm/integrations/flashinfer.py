@@ -9,12 +9,15 @@ rounded. `enable_pdl` has no effect.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import functional
 from tilegym_rmsnorm.call.arithmetic import joint_dtype
+from tilegym_rmsnorm.call.options import fail
 from tilegym_rmsnorm.call.tensors import is_plain
 from tilegym_rmsnorm.call.validation import check_like, check_tensor, check_vector
 
@@ -117,16 +120,9 @@ def _fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: flo
     _check_can_be_written("input", input)
     _check_can_be_written("residual", residual)
     _check_apart("residual", residual, "input", input)
-    y, total = functional.rms_norm(
-        input,
-        input.shape[-1:],
-        weight,
-        eps,
-        offset=offset,
-        residual=residual,
-        residual_dtype=joint_dtype(input, residual),
-        out_dtype=input.dtype,
-    )
+    options: dict[str, Any] = {"offset": offset, "residual": residual, "out_dtype": input.dtype}
+    options["residual_dtype"] = joint_dtype(input, residual)
+    y, total = functional.rms_norm(input, input.shape[-1:], weight, eps, **options)
     input.copy_(y)
     residual.copy_(total)
 
@@ -147,14 +143,14 @@ def _check_can_be_written(name: str, tensor: Tensor) -> None:
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= extent and tensor.numel():
             got = f"strides {tensor.stride()} for shape {tuple(tensor.shape)}"
-            raise ValueError(f"{name}: expected each element at an address of its own, got {got}")
+            fail(ValueError, name, "each element at an address of its own", got)
         extent += (size - 1) * stride
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(f"{name}: expected no inference tensor outside of inference mode, got one")
+        fail(ValueError, name, "no inference tensor outside of inference mode", "one")
     owner = tensor if tensor._base is None else tensor._base
     if torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad:
         got = "one" if owner is tensor else "a view of one"
-        raise ValueError(f"{name}: expected no leaf that requires grad, since it is written, got {got}")
+        fail(ValueError, name, "no leaf that requires grad, since it is written", got)
 
 
 def _check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor, where: str = "") -> None:
@@ -164,8 +160,7 @@ def _check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor, wher
     begin, end = _memory(tensor)
     other_begin, other_end = _memory(other)
     if begin < other_end and other_begin < end:
-        got = "memory that both share"
-        raise ValueError(f"{name}: expected {where}memory apart from that of {other_name}, got {got}")
+        fail(ValueError, name, f"{where}memory apart from that of {other_name}", "memory that both share")
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

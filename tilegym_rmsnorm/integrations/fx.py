@@ -166,7 +166,13 @@ def _obstacle(norm: Node, given: Mapping[str, Any]) -> str | None:
         return f"normalized_shape is {shape}"
     if 0 in shape:
         return "its rows have no elements"
-    return _obstacle_of_forward(given) if norm.target is _ATEN_FORWARD else _obstacle_of_backward(norm, given)
+    if norm.target is _ATEN_BACKWARD:
+        return _obstacle_of_backward(norm, given)
+    try:
+        checked_eps(given["eps"])
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _refusal(given: Mapping[str, Any], backend: str | None) -> str | None:
@@ -181,14 +187,6 @@ def _refusal(given: Mapping[str, Any], backend: str | None) -> str | None:
     request = request_of(x.device, "once", None, x.dtype, weight, dy, n=n, is_aligned=True)
     unusable = why_unusable(backend, request)
     return unusable and f"backend {backend!r} cannot run it: {unusable.reason}"
-
-
-def _obstacle_of_forward(given: Mapping[str, Any]) -> str | None:
-    try:
-        checked_eps(given["eps"])
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
 
 
 def _obstacle_of_backward(norm: Node, given: Mapping[str, Any]) -> str | None:

@@ -165,14 +165,9 @@ class TileRMSNorm(nn.Module):
 
     def forward_torch(self, hidden_states: Tensor) -> Tensor:
         """Compute the forward in PyTorch, rounded as `forward` rounds."""
-        return functional.rms_norm(
-            hidden_states,
-            hidden_states.shape[-1:],
-            self.weight,
-            self.variance_epsilon,
-            offset=self.offset,
-            backend="torch",
-        )
+        shape = hidden_states.shape[-1:]
+        options: dict[str, Any] = {"offset": self.offset, "backend": "torch"}
+        return functional.rms_norm(hidden_states, shape, self.weight, self.variance_epsilon, **options)
 
     compute_rstd_torch = staticmethod(compute_rms_norm_rstd_torch)
     rms_norm_backward = staticmethod(rms_norm_backward)

@@ -93,7 +93,7 @@ class Match:
         to say what happens, because weight would be broadcast or is gone, or eps is not a number."""
         if get_trace() is not None:
             return outside_of_trace(self.call, module, shape, dtype)
-        weight, eps = self.weight_of(module), self.eps_of(module)
+        weight, eps = self.weight_of(module), getattr(module, self.eps) if self.eps else self.fixed_eps
         if not shape or not (is_eps(eps) or (eps is None and self.arithmetic == "torch")):
             return None
         if weight is not None:
@@ -111,9 +111,6 @@ class Match:
         if not self.weight or (self.switch and not getattr(module, self.switch)):
             return None
         return getattr(module, self.weight)
-
-    def eps_of(self, module: torch.nn.Module) -> float | None:
-        return getattr(module, self.eps) if self.eps else self.fixed_eps
 
 
 def is_eps(value: Any) -> bool:
@@ -152,7 +149,8 @@ _RSTD = ("rsqrt", ("add", ("mean", ("square", _wide(X))), _EPS))
 _XHAT = ("mul", _Either((_wide(X), X)), _RSTD)
 _ONCE = _like(("mul", _XHAT, _Either((_wide(_W), _W))), X)
 _WEIGHTLESS = _like(_XHAT, X)
-_TORCH_SHAPE = ("self", "normalized_shape")
+_T5 = ("if", ("in", ("dtype", _W), frozenset(_HALF)), ("mul", _W, _like(_XHAT, _W)), ("mul", _W, _XHAT))
+_TORCH_SHAPES = ("self", "normalized_shape"), ("last shape", X), ("shape", _W)
 
 # Name: meaning, and the expressions in which models write it. docs/huggingface.md shows this table.
 ARITHMETICS: dict[str, tuple[str, tuple[Expression, ...]]] = {
@@ -172,22 +170,11 @@ ARITHMETICS: dict[str, tuple[str, tuple[Expression, ...]]] = {
     "no weight": ("x * rstd in float32, then rounded to x's dtype", (_WEIGHTLESS,)),
     "t5": (
         "as llama where weight is half, else x * rstd * weight in float32, which is y's dtype",
-        (
-            (
-                "if",
-                ("in", ("dtype", _W), frozenset(_HALF)),
-                ("mul", _W, _like(_XHAT, _W)),
-                ("mul", _W, _XHAT),
-            ),
-        ),
+        (_T5,),
     ),
     "torch": (
         "torch.nn.functional.rms_norm over the last dimension",
-        (
-            ("rms_norm", X, _TORCH_SHAPE, _W, _EPS),
-            ("rms_norm", X, ("last shape", X), _W, _EPS),
-            ("rms_norm", X, ("shape", _W), _W, _EPS),
-        ),
+        tuple(("rms_norm", X, shape, _W, _EPS) for shape in _TORCH_SHAPES),
     ),
 }
 
@@ -225,8 +212,7 @@ def match_of(cls: type) -> Match:
 def _match(expression: Expression) -> Match:
     for name, (_, patterns) in ARITHMETICS.items():
         for pattern in patterns:
-            fields = next(_unified(pattern, expression, {}), None)
-            if fields is not None:
+            for fields in _unified(pattern, expression, {}):
                 return Match(name, **fields, rstd_first=_is_rstd_first(expression))
     for pattern, reason in _DECLINED:
         if is_match(pattern, expression):
@@ -242,9 +228,8 @@ def is_match(pattern: Expression, found: Any) -> bool:
 def _is_rstd_first(expression: Any) -> bool:
     if not isinstance(expression, tuple):
         return False
-    if expression[:1] == ("mul",) and expression[1][:1] == ("rsqrt",):
-        return True
-    return any(map(_is_rstd_first, expression))
+    is_it = expression[:1] == ("mul",) and expression[1][:1] == ("rsqrt",)
+    return is_it or any(map(_is_rstd_first, expression))
 
 
 def _unified(pattern: Any, found: Any, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:

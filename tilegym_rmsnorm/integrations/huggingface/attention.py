@@ -28,7 +28,7 @@ from torch import nn
 from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
 from tilegym_rmsnorm.integrations.huggingface.folding import folded
 from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, subclass
-from tilegym_rmsnorm.integrations.huggingface.receivers import Receivers, receivers
+from tilegym_rmsnorm.integrations.huggingface.receivers import Receivers, receivers, uses
 from tilegym_rmsnorm.integrations.huggingface.rewriting import (
     assigned,
     child_and_argument,
@@ -112,18 +112,15 @@ def _found(cls: type) -> _Found:
                 branch is None or query.block is tree.body or query.block is branch.body
             ):
                 raise Unclear(_OTHER_CONDITIONS)
-            until = [
-                *tree.body[:index],
-                *([] if branch is None else [ast.Expr(branch.test), *branch.body[:place]]),
-            ]
+            nodes = [each for each, _ in before]
             checks = [
-                Unchanging(cls, function, statements, [query.call, key.call], rotation.value)
-                for statements in (until, tree.body)
+                Unchanging(cls, function, each, [query.call, key.call], rotation.value)
+                for each in (nodes, tree.body)
             ]
             for norm in (query, key):
                 if not checks[0].is_child(norm.call):  # a property may do anything, and would do it later
                     raise Unclear(f"calls {norm.name}, which its class defines")
-            for each in _between([each for each, _ in before], (query, key), rotation.value):
+            for each in _between(nodes, (query, key), rotation.value):
                 checks[0].check(each)
             receiving = receivers(function, behind, names, checks[1])
             return _Found(tree, rotation, branch, (query, key), rotary, receiving, checks[0])
@@ -143,7 +140,7 @@ def _names_rotated(statement: ast.stmt, function: FunctionType) -> tuple[str, ..
         or len(call.args) < 4
         or not isinstance(call.func, ast.Name)
         or call.func.id in (*code.co_varnames, *code.co_cellvars)
-        or any(_has(each, name) for each in call.args[2:] for name in names)
+        or uses(names, *call.args[2:])
     ):
         return ()
     own = set(code.co_varnames) - set(code.co_cellvars)  # of others, other code would see q without its norm
@@ -166,17 +163,17 @@ def _rotary_of(call: Any, function: FunctionType) -> Rotary:
         raise Unclear(f"calls {name}, which {error}") from None
 
 
-def _norm_of(name: str, before: list[tuple[ast.AST, list[ast.stmt]]]) -> _Norm:
+def _norm_of(name: str, before: list[tuple[Any, list[ast.stmt]]]) -> _Norm:
     """Return the norm of q or k, by its name, from the nodes before the rotation, each with the block it stands in."""
     is_turned = False
-    using: list[tuple[int, Any, list[ast.stmt]]]
-    using = [(place, *each) for place, each in enumerate(before) if _has(each[0], name)][::-1]
+    using = [(place, *each) for place, each in enumerate(before) if uses([name], each[0])][::-1]
     for place, node, own in using:
-        block: list[ast.stmt] = own
-        if isinstance(node, ast.If) and len(node.body) == 2 and not node.orelse and not _has(node.test, name):
+        block = own
+        is_if = isinstance(node, ast.If) and len(node.body) == 2 and not node.orelse
+        if is_if and not uses([name], node.test):
             block = node.body
-            node = block[_has(block[1], name)]
-        target, value = assigned(node)  # type: ignore[arg-type]
+            node = block[uses([name], block[1])]
+        target, value = assigned(node)
         while (inner := _transposed(value)) is not None:
             value, is_turned = inner, not is_turned
         norm, _ = child_and_argument(value)
@@ -205,10 +202,6 @@ def _between(before: list[ast.AST], norms: tuple[_Norm, _Norm], rotation: Any) -
         yield second.call
     yield from before[first.place + 1 :]
     yield from rotation.args[2:]
-
-
-def _has(node: ast.AST, name: str) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 
 def _rewritten(found: _Found) -> ast.FunctionDef:

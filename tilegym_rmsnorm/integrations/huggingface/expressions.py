@@ -25,8 +25,8 @@ import ast
 import builtins
 import inspect
 import operator
-from collections.abc import Callable, Mapping
-from types import FunctionType, MappingProxyType, ModuleType
+from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ Expression = tuple[Any, ...]
 
 X: Expression = ("x",)
 _SELF: Expression = ("the module",)
+_NONE: Expression = ("const", None)
 _MAX_DEPTH = 4  # of nested calls that are read
 _MAX_STATEMENTS = 40  # in all functions that are read; a norm has ten
 
@@ -91,10 +92,12 @@ class _Object(NamedTuple):
 
 class Reader:
     def __init__(self, cls: type, lookups: Lookups) -> None:
-        self.cls = cls
-        self.lookups = lookups
-        self.depth = 0
-        self.statements = 0
+        self.cls, self.lookups = cls, lookups
+        # These make the expression of a call of a tensor's method of that name, and of a function.
+        self.methods, self.functions = dict(_METHODS), dict(_FUNCTIONS)
+        self.depth = self.statements = 0
+        # Of the call that is read: its locals, and the globals of its function.
+        self.values, self.globals = dict[str, Any](), dict[str, Any]()
 
     def read(
         self, function: FunctionType, given: list[Any], named: dict[str, Any], is_forward: bool = False
@@ -110,28 +113,27 @@ class Reader:
         values = _defaults(function, parameters) | dict(zip(parameters, given, strict=False)) | named
         if len(given) > len(parameters) or set(values) != set(parameters):
             raise Unclear("calls a function with other arguments than it takes")
-        self.depth += 1
-        result = self.block(tree.body, values, function)
-        self.depth -= 1
+        outer = self.depth, self.values, self.globals
+        self.depth, self.values, self.globals = self.depth + 1, values, function.__globals__
+        result = self.block(tree.body)
+        self.depth, self.values, self.globals = outer
         if result is None:
             raise Unclear("does not return on every path")
         return result
 
-    def block(self, statements: list[ast.stmt], values: dict[str, Any], function: FunctionType) -> Any:
-        """Evaluate statements up to their `return`; None without one. Changes `values`, the locals."""
+    def block(self, statements: list[ast.stmt]) -> Any:
+        """Evaluate statements up to their `return`; None without one."""
         for index, statement in enumerate(statements):
             self.statements += 1
             if self.statements > _MAX_STATEMENTS:
                 raise Unclear("has too many statements for a norm")
             if isinstance(statement, ast.Return) and statement.value is not None:
-                return self.value(statement.value, values, function)
+                return self.value(statement.value)
             if isinstance(statement, ast.If):
-                test = self.value(statement.test, values, function)
-                rest = statements[index + 1 :]
-                branches = [
-                    self.block([*branch, *rest], dict(values), function)
-                    for branch in (statement.body, statement.orelse)
-                ]
+                test, values, branches = self.value(statement.test), self.values, []
+                for branch in (statement.body, statement.orelse):
+                    self.values = dict(values)
+                    branches.append(self.block([*branch, *statements[index + 1 :]]))
                 if None in branches:
                     return None
                 return branches[0] if branches[0] == branches[1] else ("if", test, *branches)
@@ -143,33 +145,23 @@ class Reader:
                 continue
             else:
                 raise Unclear(f"has a statement that is not read: {text_of_node(statement)}")
-            if not self.bind(target, self.value(value, values, function), values):
+            if not self.bind(target, self.value(value)):
                 raise Unclear(f"has a statement that is not read: {text_of_node(statement)}")
         return None
 
-    def bind(self, target: ast.expr, value: Any, values: dict[str, Any]) -> bool:
+    def bind(self, target: ast.expr, value: Any) -> bool:
         """Assign a value. Return whether such a target is read."""
         if isinstance(target, ast.Name):
-            values[target.id] = value
+            self.values[target.id] = value
         return isinstance(target, ast.Name)
 
-    def method_read(self, name: str) -> Callable[..., Any] | None:
-        """Return what makes the expression of a call of this method of a tensor."""
-        return _METHODS.get(name)
-
-    def function_read(self, called: Any) -> Callable[..., Any] | None:
-        return _FUNCTIONS.get(called)
-
-    def value(self, node: ast.expr, values: dict[str, Any], function: FunctionType) -> Any:
+    def value(self, node: ast.expr) -> Any:
         """Evaluate a node: an `Expression` or an `_Object`."""
-
-        def of(inner: ast.expr) -> Any:
-            return self.value(inner, values, function)
-
+        of = self.value
         if isinstance(node, ast.Name):
-            if node.id in values:
-                return values[node.id]
-            found = self.looked_up(function.__globals__, node.id)
+            if node.id in self.values:
+                return self.values[node.id]
+            found = self.looked_up(self.globals, node.id)
             if found is not _MISSING:
                 return _Object(found)
         elif isinstance(node, ast.Constant):
@@ -189,7 +181,7 @@ class Reader:
             left, right = of(node.left), of(node.comparators[0])
             if isinstance(node.ops[0], ast.In) and right[0] == "tuple":
                 return ("in", left, frozenset(_plain(item) for item in right[1:]))
-            if isinstance(node.ops[0], ast.IsNot) and right == ("const", None):
+            if isinstance(node.ops[0], ast.IsNot) and right == _NONE:
                 return ("is not None", left)
         elif isinstance(node, ast.Subscript) and text_of_node(node.slice) == "-1:":
             base = of(node.value)
@@ -199,7 +191,7 @@ class Reader:
             named = {word.arg: of(word.value) for word in node.keywords if word.arg is not None}
             if len(named) == len(node.keywords) and not any(isinstance(a, ast.Starred) for a in node.args):
                 given = [of(argument) for argument in node.args]
-                return self.call(node.func, given, named, values, function)
+                return self.call(node.func, given, named)
         raise Unclear(f"computes something that is not read: {text_of_node(node)}")
 
     def looked_up(self, scope: Any, name: str) -> Any:
@@ -218,16 +210,9 @@ class Reader:
             return (name, base)
         raise Unclear(f"reads .{name} of something that is not read")
 
-    def call(
-        self,
-        node: ast.expr,
-        given: list[Any],
-        named: dict[str, Any],
-        values: dict[str, Any],
-        function: FunctionType,
-    ) -> Any:
+    def call(self, node: ast.expr, given: list[Any], named: dict[str, Any]) -> Any:
         if isinstance(node, ast.Attribute):
-            base = self.value(node.value, values, function)
+            base = self.value(node.value)
             if base == _SELF:
                 method = inspect.getattr_static(self.cls, node.attr, None)
                 if isinstance(method, staticmethod) and isinstance(method.__func__, FunctionType):
@@ -236,14 +221,14 @@ class Reader:
                     return self.read(method, [_SELF, *given], named)
                 raise Unclear(f"calls self.{node.attr}, which is no method of its class")
             if not isinstance(base, _Object):
-                operation = self.method_read(node.attr)
+                operation = self.methods.get(node.attr)
                 if operation is None:
                     raise Unclear(f"calls .{node.attr}() of a tensor")
                 return _applied(operation, [base, *given], named)
-        called = self.value(node, values, function)
+        called = self.value(node)
         if isinstance(called, _Object):
             try:
-                operation = self.function_read(called.value)
+                operation = self.functions.get(called.value)
             except TypeError:  # not hashable
                 operation = None
             if operation is not None:
@@ -341,12 +326,7 @@ def _mean(e: Expression, dim: Expression, keepdim: Expression) -> Expression:
     return ("mean", e)
 
 
-def _rms_norm(
-    input: Expression,
-    normalized_shape: Expression,
-    weight: Expression = ("const", None),
-    eps: Expression = ("const", None),
-) -> Expression:
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any = _NONE, eps: Any = _NONE) -> Expression:
     return ("rms_norm", input, normalized_shape, weight, eps)
 
 
@@ -354,9 +334,7 @@ _OPERATORS = {ast.Mult: _mul, ast.Add: _add, ast.Pow: _pow}
 # Operations that are functions of torch, too.
 _OF_BOTH: dict[str, Callable[..., Any]] = {"mul": _mul, "add": _add, "square": _square, "rsqrt": _rsqrt}
 _OF_BOTH |= {"pow": _pow, "mean": _mean}
-_METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"to": _to, "type": _to, "float": _float, "type_as": _type_as, **_OF_BOTH}
-)
+_METHODS = {"to": _to, "type": _to, "float": _float, "type_as": _type_as, **_OF_BOTH}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): operation for name, operation in _OF_BOTH.items()},
     **dict.fromkeys((torch.rms_norm, functional.rms_norm), _rms_norm),

@@ -145,19 +145,13 @@ class _Run(ast.NodeVisitor):
         self.visit(node.subject)
         self.either(*(case.body for case in node.cases), [])
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.visit(node.value)
-        for target in node.targets:
-            self.assign(target, node.value, node)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+    def visit_Assign(self, node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> None:
         if node.value is not None:
             self.visit(node.value)
-            self.assign(node.target, node.value, node)
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                self.assign(target, node.value, node)
 
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
-        self.visit(node.value)
-        self.assign(node.target, node.value, node)
+    visit_AnnAssign = visit_NamedExpr = visit_Assign
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.visit(node.value)
@@ -166,11 +160,10 @@ class _Run(ast.NodeVisitor):
         elif isinstance(node.target, ast.Name):  # a tuple or a list: to a tensor none can be added
             self.locals[node.target.id] = self.held(node.target) | self.held(node.value)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.Lambda) -> None:
         pass  # functions inside are not read
 
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        pass
+    visit_Lambda = visit_FunctionDef
 
     def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> None:
         for each in node.generators:

@@ -74,21 +74,16 @@ def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[st
     add. Raise `Unclear` where no norm adds."""
     function, tree = forward_and_tree(cls)
     tree = copy.deepcopy(tree)  # others read it
-    rewriter = _Rewriter(norms, _shared_names(function, tree))
+    stated = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    rewriter = _Rewriter(norms, stated.union(function.__code__.co_cellvars))
     tree.body = rewriter.block(tree.body, [])
     if not rewriter.found:
         raise Unclear(rewriter.reason)
     return compiled_again(cls, tree, {_ADD_NORM: add_norm}), tuple(rewriter.found)
 
 
-def _shared_names(function: FunctionType, tree: ast.FunctionDef) -> set[str]:
-    """Return the names of a forward that other functions may read."""
-    stated = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
-    return {*function.__code__.co_cellvars, *stated}
-
-
 class _Rewriter:
-    """Rewrite the statements of a forward. shared: names to which no sum may be bound."""
+    """Rewrite the statements of a forward. shared: names that other functions may read, to which no sum is bound."""
 
     def __init__(self, norms: Collection[str], shared: set[str]) -> None:
         self.norms, self.shared = norms, shared

@@ -30,8 +30,7 @@ from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, OfPlainType
 from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
-from tilegym_rmsnorm.integrations.huggingface.current import forward_now
-from tilegym_rmsnorm.integrations.huggingface.inert import has_hooks
+from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_now
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.integrations.huggingface.strides import in_order, order_in_memory
 from tilegym_rmsnorm.nn.configured import reduce_instance
@@ -73,9 +72,7 @@ class NormPatch:
                     return original(self, **named)
             elif more or named:
                 return original(self, x, *more, **named)
-            if not computes_as_tensor(x):
-                return original(self, x)
-            call = match.call(self, x.shape, x.dtype)
+            call = match.call(self, x.shape, x.dtype) if computes_as_tensor(x) else None
             return original(self, x) if call is None else run(x, match, call, backend)
 
         def extra_repr(self: Any) -> str:
@@ -104,10 +101,10 @@ def _leaves_operations(cls: Any) -> bool:
         return True
     if not issubclass(cls, Tensor):
         return False
-    function = cls.__torch_function__
-    if function is not torch._C._disabled_torch_function_impl:
-        if getattr(function, "__func__", None) is not Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
-            return False
+    function, default = cls.__torch_function__, cast(Any, Tensor.__torch_function__).__func__
+    is_own = getattr(function, "__func__", None) is not default
+    if is_own and function is not torch._C._disabled_torch_function_impl:
+        return False
     return all(getattr(cls, name) is getattr(Tensor, name) for name in _OPERATIONS)
 
 
@@ -209,6 +206,18 @@ def _why_not_added(residual: Any, x: Any) -> str:
         if not each.is_contiguous() and (0 in each.stride() or order_in_memory(each) is not None):
             return "the dimensions of one that it adds do not lie in memory in their order"
     return ""
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether something on the module itself sees its calls."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__  # accelerate's hooks, too
+        or "_call_impl" in module.__dict__
+    )
 
 
 def why_watched(norm: torch.nn.Module) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -40,7 +40,8 @@ _INTERFACE_4 = re.compile(
 )
 _ATTENTION = ("transformers.integrations.sdpa_attention", "transformers.integrations.flash_attention")
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # others may compute with the keys
-# All that an eager function may do with q and k.
+_Q_AND_K = ("query", "key", "key_states")  # in an eager function
+# All that it may do with q and k.
 _IN_EAGER = (
     "key_states = repeat_kv(key, module.num_key_value_groups)",
     "causal_mask = attention_mask[:, :, :, :key_states.shape[-2]]",
@@ -75,23 +76,17 @@ class Receivers:
         else:
             function = self.scope[self.registry].get(implementation)
             is_known = getattr(function, "__globals__", {}).get("__name__") in _ATTENTION
+        if not is_known or cache is None:
+            return is_known
         # A cache that outlives the call shows what it holds: while autograd records it does not.
-        is_kept = cache is not None and not torch.is_grad_enabled()
-        return (
-            is_known
-            and not is_kept
-            and (cache is None or _holds(cache, getattr(module, "layer_idx", None), dtype))
-        )
+        return torch.is_grad_enabled() and _holds(cache, getattr(module, "layer_idx", None), dtype)
 
 
 def _holds(cache: Any, layer: Any, dtype: torch.dtype) -> bool:
     """Return whether a cache is transformers', and holds keys of this dtype in this layer, or none yet."""
-    layers = getattr(cache, "layers", None)
-    if (
-        type(cache).__module__ != "transformers.cache_utils"
-        or not isinstance(layers, list)
-        or type(layer) is not int
-    ):
+    layers: Any = getattr(cache, "layers", None)
+    is_known = type(cache).__module__ == "transformers.cache_utils" and isinstance(layers, list)
+    if not is_known or type(layer) is not int:
         return False
     if layer >= len(layers):
         return True
@@ -128,25 +123,24 @@ def receivers(
                 or type(scope.get(registry)).__module__ != "transformers.modeling_utils"
                 or len(caches) > 1
                 or unchanging.called
-                or _uses(rest, names)
+                or uses(names, *rest)
             ):
                 return None
             return Receivers(scope, registry, eager, _read(scope.get(eager)), *(caches or {""}))
         else:
+            parts: list[ast.AST] = [statement]
             if isinstance(statement, ast.If):
-                parts = [ast.Expr(statement.test), *statement.body, *statement.orelse]
-            else:
-                parts = [statement]
+                parts = [statement.test, *statement.body, *statement.orelse]
             for part in parts:
                 if cache := _updated_cache(part, unchanging):
                     caches.add(cache)
                     unchanging.tensors.append(part.value)  # type: ignore[attr-defined]
-                elif _uses([part], names) or not unchanging.is_unchanging(part):
+                elif uses(names, part) or not unchanging.is_unchanging(part):
                     return None
     return None
 
 
-def _updated_cache(statement: ast.stmt, unchanging: Unchanging) -> str:
+def _updated_cache(statement: ast.AST, unchanging: Unchanging) -> str:
     """Return CACHE of `k, v = CACHE.update(k, v, ...)`, an argument of forward; "" of other statements."""
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
         return ""
@@ -176,12 +170,12 @@ def _is_attention(
         isinstance(call.func, ast.Name)
         and call.func.id == interface
         and given == ["self", *names]
-        and not _uses([*statement.targets, *others], names)
+        and not uses(names, *statement.targets, *others)
         and unchanging.is_unchanging(*others)
     )
 
 
-def _uses(nodes: Iterable[ast.AST], names: tuple[str, ...]) -> bool:
+def uses(names: Collection[str], *nodes: ast.AST) -> bool:
     return any(isinstance(each, ast.Name) and each.id in names for node in nodes for each in ast.walk(node))
 
 
@@ -197,8 +191,8 @@ def _read(eager: Any) -> FunctionType | None:
         if isinstance(node, (ast.With, ast.AsyncWith)):  # may leave autocast
             return None
         if isinstance(node, (ast.Assign, ast.Expr, ast.Return, ast.AugAssign, ast.AnnAssign)):
-            if _uses([node], ("query", "key", "key_states")) and ast.unparse(node) not in _IN_EAGER:
+            if uses(_Q_AND_K, node) and ast.unparse(node) not in _IN_EAGER:
                 return None
-        elif isinstance(node, (ast.If, ast.While)) and _uses([node.test], ("query", "key", "key_states")):
+        elif isinstance(node, (ast.If, ast.While)) and uses(_Q_AND_K, node.test):
             return None
     return eager

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from tilegym_rmsnorm.integrations.huggingface.expressions import (
     are_current,
     text_of_node,
 )
-from tilegym_rmsnorm.integrations.huggingface.inert import has_hooks
+from tilegym_rmsnorm.integrations.huggingface.norms import has_hooks
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 _Q, _K, _COS, _SIN = ("q",), ("k",), ("cos",), ("sin",)
@@ -63,7 +62,9 @@ def read_rotary(rotary: Any, given: list[Any], named: dict[str, Any]) -> Rotary:
     constants = [("const", value) for value in given]
     options = {name: ("const", value) for name, value in named.items()}
     lookups: Lookups = []
-    found = _Reader(type(None), lookups).read(_function_of(rotary), [_Q, _K, _COS, _SIN, *constants], options)
+    reader = _Reader(type(None), lookups)
+    reader.methods["unsqueeze"], reader.functions[torch.cat] = _unsqueeze, _cat
+    found = reader.read(_function_of(rotary), [_Q, _K, _COS, _SIN, *constants], options)
     if found[:2] == ("if", ("is not None", _K)):
         found = found[2]
     # Keep each helper once: a call compares them all.
@@ -122,10 +123,10 @@ def _without_casts(found: Any) -> Any:
 
 
 class _Reader(Reader):
-    def value(self, node: ast.expr, values: dict[str, Any], function: FunctionType) -> Any:
-        def of(inner: ast.expr | None) -> Any:
-            return None if inner is None else self.value(inner, values, function)
-
+    def value(self, node: ast.expr | None) -> Any:
+        of = self.value
+        if node is None:  # an end of a slice
+            return None
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             operand = of(node.operand)
             if operand[0] != "const":
@@ -141,20 +142,12 @@ class _Reader(Reader):
                 part = index.elts[1]
                 if isinstance(part, ast.Slice) and part.step is None:
                     return ("columns", base, of(part.lower), of(part.upper))
-        return super().value(node, values, function)
+        return super().value(node)
 
-    def bind(self, target: ast.expr, value: Any, values: dict[str, Any]) -> bool:
+    def bind(self, target: ast.expr, value: Any) -> bool:
         if isinstance(target, ast.Tuple) and value[0] == "tuple" and len(target.elts) == len(value) - 1:
-            return all(
-                self.bind(each, part, values) for each, part in zip(target.elts, value[1:], strict=True)
-            )
-        return super().bind(target, value, values)
-
-    def method_read(self, name: str) -> Callable[..., Any] | None:
-        return _unsqueeze if name == "unsqueeze" else super().method_read(name)
-
-    def function_read(self, called: Any) -> Callable[..., Any] | None:
-        return _cat if called is torch.cat else super().function_read(called)
+            return all(map(self.bind, target.elts, value[1:]))
+        return super().bind(target, value)
 
 
 def _unsqueeze(e: Expression, dim: Expression) -> Expression:

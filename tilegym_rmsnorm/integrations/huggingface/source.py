@@ -95,13 +95,9 @@ def _essence(code: CodeType, name: str) -> tuple[Any, ...]:
         (place(each.start), place(each.end), place(each.target), each.depth, each.lasti)
         for each in getattr(dis.Bytecode(code), "exception_entries", ())  # of Python 3.11 and later
     ]
-    counts = (
-        code.co_argcount,
-        code.co_posonlyargcount,
-        code.co_kwonlyargcount,
-        code.co_flags & _ARGUMENT_FLAGS,
-    )
-    return code.co_name, counts, code.co_names, code.co_varnames, code.co_freevars, instructions, handlers
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
+    arguments = counts, code.co_flags & _ARGUMENT_FLAGS
+    return code.co_name, arguments, code.co_names, code.co_varnames, code.co_freevars, instructions, handlers
 
 
 def _constant(value: Any, name: str) -> Any:

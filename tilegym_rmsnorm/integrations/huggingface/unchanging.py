@@ -34,12 +34,6 @@ from torch import nn
 from torch.nn import functional
 
 from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
-from tilegym_rmsnorm.integrations.huggingface.inert import (
-    computes_attributes,
-    has_plain_attributes,
-    is_inert,
-    leaves_input,
-)
 from tilegym_rmsnorm.integrations.huggingface.rewriting import called_child
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
@@ -71,6 +65,10 @@ _FUNCTIONS: frozenset[Any] = frozenset(
 )
 _OPERATORS: tuple[Any, ...] = ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp
 _OPERATORS += ast.Subscript, ast.Slice, ast.FormattedValue
+# Packages whose modules named Linear are projections, with weights that are quantized, sharded or adapted.
+_OF_PROJECTIONS = frozenset(
+    "auto_gptq awq bitsandbytes deepspeed gptqmodel hqq optimum peft torchao transformer_engine transformers".split()
+)
 
 
 class Unchanging:
@@ -79,7 +77,7 @@ class Unchanging:
     Args:
         cls: The class of the method.
         function: The method.
-        statements: Those of its tree that may run before the code ends.
+        statements: Those of its tree that may run before the code ends, and tests of an `if` around it.
         norms: Calls of norms that run later. Each counts as if its one argument stood in its place.
         rotation: The call that returns q and k rotated.
     """
@@ -88,7 +86,7 @@ class Unchanging:
         self,
         cls: type,
         function: FunctionType,
-        statements: Sequence[ast.stmt],
+        statements: Sequence[ast.AST],
         norms: Collection[ast.Call],
         rotation: ast.Call,
     ) -> None:
@@ -101,7 +99,7 @@ class Unchanging:
         self.parameters = {
             name
             for name, each in inspect.signature(function).parameters.items()
-            if each.kind is not each.VAR_KEYWORD and (each.default is each.empty or is_inert(each.default))
+            if each.kind is not each.VAR_KEYWORD and (each.default is each.empty or _is_inert(each.default))
         } - {"self"}
         self.values = _values(statements)
         self.added_to = _added_to(statements)
@@ -118,37 +116,34 @@ class Unchanging:
     def is_unchanging(self, *nodes: ast.AST | None) -> bool:
         return all(self._is_one_unchanging(node) for node in nodes if node is not None)
 
+    def _is_safe(self, *nodes: ast.expr) -> bool:
+        """Return whether expressions change nothing and have values of which operations change nothing."""
+        return self._is_known(*nodes) and self.is_unchanging(*nodes)
+
     def _is_one_unchanging(self, node: ast.AST) -> bool:
         if isinstance(node, ast.stmt):
             return self._statement(node)
         if isinstance(node, ast.Name):
             is_local = node.id in self.locals or node.id in self.values
             return is_local or (node.id != "self" and self._is_constant(node))
-        if isinstance(node, ast.Constant):
-            return True
         if isinstance(node, ast.Attribute):
             if self._reads(node) or self._is_constant(node):
                 return True
-            return node.attr in _ATTRIBUTES and self._is_known(node.value) and self.is_unchanging(node.value)
+            return node.attr in _ATTRIBUTES and self._is_safe(node.value)
         if isinstance(node, ast.Call):
             return self._call(node)
-        if isinstance(node, ast.Starred):
-            return self._is_known(node.value) and self.is_unchanging(node.value)
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
             is_listed = all(
-                _are_names(each.target)
-                and self._is_known(each.iter, *each.ifs)
-                and not each.is_async
-                and self.is_unchanging(each.iter, *each.ifs)
+                _are_names(each.target) and not each.is_async and self._is_safe(each.iter, *each.ifs)
                 for each in node.generators
             )
             return is_listed and self.is_unchanging(node.elt)
         inside = _operands(node)
-        if isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr)):
+        if isinstance(node, (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr)) or (
+            isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)
+        ):
             return self.is_unchanging(*inside)
-        if isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
-            return self.is_unchanging(*inside)
-        return isinstance(node, _OPERATORS) and self._is_known(*inside) and self.is_unchanging(*inside)
+        return isinstance(node, (*_OPERATORS, ast.Starred)) and self._is_safe(*inside)
 
     def _statement(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Assign):
@@ -166,7 +161,7 @@ class Unchanging:
         if isinstance(node, ast.Expr):
             return self.is_unchanging(node.value)
         if isinstance(node, ast.Assert):
-            return self._is_known(node.test) and self.is_unchanging(node.test)
+            return self._is_safe(node.test)
         return isinstance(node, (ast.Pass, ast.Break, ast.Continue, ast.Return, ast.Raise))
 
     def _binds(self, target: ast.expr, value: ast.expr | None) -> bool:
@@ -206,7 +201,7 @@ class Unchanging:
         if called is not None or not isinstance(node.func, ast.Attribute):
             return False
         name, tensor = node.func.attr, node.func.value
-        return name in _METHODS and self._is_known(tensor) and self.is_unchanging(tensor)
+        return name in _METHODS and self._is_safe(tensor)
 
     def _global(self, node: ast.expr) -> Any:
         """Return the value of a global name, of a builtin, or of a name in a module; None of anything else."""
@@ -220,7 +215,7 @@ class Unchanging:
     def _is_constant(self, node: ast.expr) -> bool:
         """Return whether a node is a global number, string or dtype, such as torch.float32."""
         value = self._global(node)
-        return value is not None and is_inert(value)
+        return value is not None and _is_inert(value)
 
     def _is_known(self, *nodes: ast.expr) -> bool:
         """Return whether values of expressions are tensors, numbers, strings, or what has only such items: operators,
@@ -240,10 +235,9 @@ class Unchanging:
             result = len(known) == len(values) and self._is_known(*known)
             self.asked.remove(node.id)
             return result
-        if isinstance(node, ast.Attribute) and self._is_constant(node):
-            return True
         if isinstance(node, ast.Attribute):
-            return self._reads(node) or (node.attr in _ATTRIBUTES and self._is_known(node.value))
+            is_read = self._is_constant(node) or self._reads(node)
+            return is_read or (node.attr in _ATTRIBUTES and self._is_known(node.value))
         if isinstance(node, (*_OPERATORS, ast.Tuple, ast.List, ast.Starred)):
             return self._is_known(*_operands(node))
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
@@ -283,26 +277,22 @@ class Unchanging:
         if type(module).__getattr__ is not nn.Module.__getattr__:
             raise Unclear("its class has a __getattr__ of its own")
         for name in sorted(map(called_child, self.norms)):
-            if computes_attributes(type(getattr(module, name))):
+            if _computes_attributes(type(getattr(module, name))):
                 raise Unclear(f"its {name} has properties, which would be read later")
         for name in sorted(self.called | self.returning):
             child = getattr(module, name, None)
-            if child is None or leaves_input(child, is_norm):
+            if child is None or _leaves_input(child, is_norm):
                 continue
-            kind = type(child).__name__
+            done, may = f"uses what {name} returns", "return what is no tensor"
             if name in self.called:
-                raise Unclear(
-                    f"its forward calls {name} between a norm and its rotation, and a {kind} may change its input"
-                )
-            raise Unclear(
-                f"its forward uses what {name} returns between a norm and its rotation, and a {kind} may return what "
-                "is no tensor"
-            )
+                done, may = f"calls {name}", "change its input"
+            kind = type(child).__name__
+            raise Unclear(f"its forward {done} between a norm and its rotation, and a {kind} may {may}")
         for names in sorted(self.read):
             owner = module if len(names) == 1 else getattr(module, names[0], None)
-            if owner is not module and not has_plain_attributes(owner, names[1]):
+            if owner is not module and not _has_plain_attributes(owner, names[1]):
                 owner = None
-            if owner is None or not is_inert(getattr(owner, names[-1], None)):
+            if owner is None or not _is_inert(getattr(owner, names[-1], None)):
                 raise Unclear(f"its forward reads {'.'.join(names)} between a norm and its rotation")
 
 
@@ -323,7 +313,7 @@ def _is_one_of(value: Any, known: frozenset[Any]) -> bool:
         return False
 
 
-def _added_to(statements: Sequence[ast.stmt]) -> set[str]:
+def _added_to(statements: Sequence[ast.AST]) -> set[str]:
     """Return the names of objects that have a method called which may put anything into them, as list.append does."""
     return {
         each.id
@@ -337,7 +327,7 @@ def _added_to(statements: Sequence[ast.stmt]) -> set[str]:
     }
 
 
-def _values(statements: Sequence[ast.stmt]) -> dict[str, list[ast.expr | None]]:
+def _values(statements: Sequence[ast.AST]) -> dict[str, list[ast.expr | None]]:
     """Return the values that statements bind to each name, or to one of several at once. None: any value."""
     values: dict[str, list[ast.expr | None]] = {}
     seen: set[ast.AST] = set()
@@ -368,3 +358,54 @@ def _values(statements: Sequence[ast.stmt]) -> dict[str, list[ast.expr | None]]:
                 if isinstance(name := getattr(node, field, None), str):
                     values.setdefault(name, []).append(None)
     return values
+
+
+def _leaves_input(module: Any, is_norm: Callable[[nn.Module], bool]) -> bool:
+    """Return whether a call of a module is known to change nothing: norms, modules of torch and projections are."""
+    if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if is_norm(module):
+        return True
+    cls: Any = type(module)
+    is_called = cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
+    is_called |= cls.__module__ == nn.ParameterDict.__module__  # some containers refuse calls
+    hook = module.__dict__.get("_hf_hook")
+    is_accelerate = type(hook).__module__ == "accelerate.hooks" and type(hook).__name__ != "SequentialHook"
+    own = module.__dict__.get("_old_forward" if is_accelerate else "forward")
+    if not is_called or not (own is None or getattr(own, "__func__", None) is cls.forward):
+        return False
+    package, _, inner = cls.__module__.partition(".")  # classes derived from those below may have properties
+    if package == "torch" and inner.startswith("nn.modules."):
+        # A forward that was put there since has other globals.
+        is_torch = cls.forward.__globals__["__name__"].startswith("torch.nn.modules.")
+        is_known = is_torch and not getattr(module, "inplace", False)
+    else:
+        is_known = package in _OF_PROJECTIONS and "Linear" in cls.__name__
+    return is_known and all(_leaves_input(each, is_norm) for each in module.children())
+
+
+def _has_plain_attributes(owner: Any, name: str) -> bool:
+    """Return whether reading this attribute runs no code of its class. Configs of transformers count as such."""
+    cls: Any = type(owner)
+    if isinstance(owner, nn.Module) or hasattr(inspect.getattr_static(cls, name, None), "__get__"):
+        return False
+    is_plain = cls.__getattribute__ is object.__getattribute__ and not hasattr(cls, "__getattr__")
+    return is_plain or cls.__module__.startswith("transformers.")
+
+
+def _is_inert(value: Any) -> bool:
+    """Return whether reading a value, or an item of it, runs no code."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_inert, value))
+    if isinstance(value, dict):
+        return all(map(_is_inert, value.values()))
+    kinds = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device)
+    return value is None or isinstance(value, kinds)
+
+
+def _computes_attributes(cls: type) -> bool:
+    """Return whether a class of modules has properties, or a __getattr__ of its own."""
+    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return any(
+        "__getattr__" in vars(each) or any(map(inspect.isdatadescriptor, vars(each).values())) for each in own
+    )

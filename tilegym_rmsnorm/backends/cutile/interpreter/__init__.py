@@ -31,7 +31,7 @@ from .blocks import Blocks
 from .dtypes import NUMBER, TILE_DTYPE, TORCH_DTYPE, Constant, fits
 from .memory import Memory, empty, find_overlaps, unwritten
 from .rebind import Namespace, rebind
-from .tile import Tile
+from .tile import Tile, as_tile
 
 Bound = Array | Tile | Constant | tuple["Bound", ...]  # an argument as a kernel sees it
 
@@ -126,8 +126,8 @@ def _bind_one(name: str, value: object, metadata: tuple, blocks: Blocks) -> Boun
         return value
     if isinstance(value, torch.Tensor):
         return _bind_array(name, value, metadata, blocks)
-    if isinstance(value, bool):
-        return Tile(torch.tensor(value))
+    if isinstance(value, (bool, float)):
+        return as_tile(value)
     if isinstance(value, int):
         dtype = torch.int64 if any(m in ct.ScalarInt64.__metadata__ for m in metadata) else torch.int32
         if not fits(value, dtype):
@@ -135,8 +135,6 @@ def _bind_one(name: str, value: object, metadata: tuple, blocks: Blocks) -> Boun
                 f"{name}: {value} is out of range of {dtype}; ct.ScalarInt64 takes larger ones"
             )
         return Tile(torch.tensor(value, dtype=dtype))
-    if isinstance(value, float):
-        return Tile(torch.tensor(value, dtype=torch.float32))
     raise TypeError(f"{name}: expected a tensor or a number, got {type(value).__name__}")
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from .blocks import Blocks
 from .dtypes import TILE_DTYPE, check_implicit_cast, fits, is_integer, promote
 from .memory import Box, Lanes, Memory, poison
-from .ops import as_tile
 from .ordering import is_atomic
 from .tile import (
     Tile,
     as_index,
     as_tensor,
+    as_tile,
     check_extents,
     loose_dtype,
     normalize_axis,
@@ -60,15 +60,12 @@ class Array:
         first, end = as_index(start), as_index(stop)
         if not (0 <= first < self.tensor.shape[axis] and first <= end <= self.tensor.shape[axis]):
             raise IndexError(f"slice {first}:{end} of axis {axis} is outside {self}")
-        self._check_offset(start, first * self.tensor.stride(axis))
-        part = self.tensor.narrow(axis, first, end - first)
-        return Array(part, self.memory, self.blocks, self._index_dtype)
-
-    def _check_offset(self, start: Tile | int, offset: int) -> None:
-        """cuda-tile multiplies a slice's start by the stride in the wider dtype of the two."""
-        dtype = promote(start.value.dtype if isinstance(start, Tile) else start, self._index_dtype)
+        offset = first * self.tensor.stride(axis)
+        dtype = promote(loose_dtype(start), self._index_dtype)  # cuda-tile multiplies in the wider one
         if not fits(offset, dtype):
             raise OverflowError(f"slice of {self} at {offset} elements is out of range of {dtype}")
+        part = self.tensor.narrow(axis, first, end - first)
+        return Array(part, self.memory, self.blocks, self._index_dtype)
 
     def get_raw_memory(self) -> RawMemory:
         return RawMemory(self)
@@ -100,32 +97,19 @@ class RawMemory:
         self.array = array
 
     def load_offset(self, offset, /, *, mask=None, padding_value=0, latency=None):
-        check_hints("load_offset", True, latency)
-        lanes, shape, active = self._lanes("load_offset", offset, mask)
-        self.array.read(lanes)
-        padding = broadcast(as_stored(self.array, padding_value), shape, "padding_value")
-        value = padding.clone(memory_format=torch.contiguous_format)
-        value.view(-1)[active] = lanes.of(self.array.memory.flat())
-        return Tile(value)
+        check_call("load_offset", self.array, True, latency)
+        return _gathered(self.array, *self._lanes("load_offset", offset, mask), padding_value)
 
     def store_offset(self, offset, value, /, *, mask=None, latency=None):
-        check_hints("store_offset", True, latency)
-        lanes, shape, active = self._lanes("store_offset", offset, mask)
-        stored = broadcast(as_stored(self.array, value), shape, "value").reshape(-1)[active]
-        if lanes.offsets.unique().numel() != lanes.offsets.numel():
-            raise RuntimeError(f"several lanes of one store_offset write the same element of {self.array}")
-        self.array.write(lanes)
-        lanes.set(self.array.memory.flat(), stored)
+        check_call("store_offset", self.array, True, latency)
+        _scatter("store_offset", self.array, *self._lanes("store_offset", offset, mask), value)
 
-    def _lanes(self, op: str, offset: object, mask: object) -> tuple[Lanes, torch.Size, Tensor]:
+    def _lanes(self, op: str, offset: object, mask: object) -> tuple[Lanes, torch.Size, Tensor | None]:
         offsets = as_tile(offset).value
         if not is_integer(offsets.dtype):
             raise TypeError(f"{op} takes integer offsets, got {offsets.dtype}")
-        active = torch.ones(offsets.shape, dtype=torch.bool)
-        if mask is not None:
-            active = active_lanes(op, mask, offsets.shape)
-        active = active.reshape(-1)
-        found = offsets.reshape(-1)[active].long()
+        active = None if mask is None else active_lanes(op, mask, offsets.shape).reshape(-1)
+        found = offsets.reshape(-1).long() if active is None else offsets.reshape(-1)[active].long()
         begin = self.array.tensor.storage_offset() - self.array.memory.base
         if found.numel() and not (0 <= int(found.min()) and int(found.max()) < self.array.tensor.numel()):
             raise IndexError(
@@ -135,8 +119,7 @@ class RawMemory:
 
 
 def num_tiles(array, /, axis, shape, order="C"):
-    check_array("num_tiles", array)
-    _check_order("num_tiles", order, array.ndim)
+    check_call("num_tiles", array, True, order=order)
     axis, extents = normalize_axis(axis, array.ndim), _tile_extents(array, shape)
     return Tile(torch.tensor(-(-array.tensor.shape[axis] // extents[axis]), dtype=torch.int32))
 
@@ -155,9 +138,7 @@ def load(
     memory_order=ct.MemoryOrder.WEAK,
     memory_scope=ct.MemoryScope.NONE,
 ):
-    check_array("load", array)
-    _check_order("load", order, array.ndim)
-    check_hints("load", check_bounds, latency, allow_tma)
+    check_call("load", array, check_bounds, latency, allow_tma, order)
     atomically = is_atomic("load", memory_order, memory_scope)
     extents = _tile_extents(array, shape)
     padding = _padding(array, padding_mode)
@@ -188,9 +169,7 @@ def store(
     memory_order=ct.MemoryOrder.WEAK,
     memory_scope=ct.MemoryScope.NONE,
 ):
-    check_array("store", array)
-    _check_order("store", order, array.ndim)
-    check_hints("store", check_bounds, latency, allow_tma)
+    check_call("store", array, check_bounds, latency, allow_tma, order)
     atomically = is_atomic("store", memory_order, memory_scope)
     value = as_stored(array, tile)
     if value.ndim == 0:
@@ -207,29 +186,37 @@ def store(
 
 
 def gather(array, indices, /, *, mask=None, padding_value=0, check_bounds=True, latency=None):
-    check_array("gather", array)
-    check_hints("gather", check_bounds, latency)
-    lanes, shape, active = find_lanes("gather", array, indices, mask, check_bounds)
+    check_call("gather", array, check_bounds, latency)
+    return _gathered(array, *find_lanes("gather", array, indices, mask, check_bounds), padding_value)
+
+
+def scatter(array, indices, value, /, *, mask=None, check_bounds=True, latency=None):
+    check_call("scatter", array, check_bounds, latency)
+    _scatter("scatter", array, *find_lanes("scatter", array, indices, mask, check_bounds), value)
+
+
+def _gathered(array, lanes, shape, active, padding_value) -> Tile:
     padding = broadcast(as_stored(array, padding_value), shape, "padding_value")
 
     array.read(lanes)
 
-    found = lanes.of(array.memory.flat())
+    return of_active(lanes.of(array.memory.flat()), shape, active, padding)
+
+
+def of_active(found: Tensor, shape: tuple[int, ...], active: Tensor | None, padding: Tensor) -> Tile:
+    """A tile of what its active lanes found, and of padding in the others."""
     if active is None:
         return Tile(found.reshape(shape))
-    value = padding.clone(memory_format=torch.contiguous_format)
+    value = padding.expand(shape).clone(memory_format=torch.contiguous_format)
     value.view(-1)[active] = found
     return Tile(value)
 
 
-def scatter(array, indices, value, /, *, mask=None, check_bounds=True, latency=None):
-    check_array("scatter", array)
-    check_hints("scatter", check_bounds, latency)
-    lanes, shape, active = find_lanes("scatter", array, indices, mask, check_bounds)
+def _scatter(op, array, lanes, shape, active, value) -> None:
     stored = broadcast(as_stored(array, value), shape, "value").reshape(-1)
     ascending = bool((lanes.offsets[1:] > lanes.offsets[:-1]).all())
     if not ascending and lanes.offsets.unique().numel() != lanes.offsets.numel():
-        raise RuntimeError(f"several lanes of one scatter write the same element of {array}")
+        raise RuntimeError(f"several lanes of one {op} write the same element of {array}")
 
     array.write(lanes)
 
@@ -270,9 +257,7 @@ def find_lanes(
     shapes = {v.shape for v in values if v.ndim}
     shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes), torch.Size())
 
-    active = None
-    if mask is not None:
-        active = active_lanes(op, mask, shape)
+    active = None if mask is None else active_lanes(op, mask, shape)
     offsets = torch.tensor(array.tensor.storage_offset() - array.memory.base)
     for axis, (value, extent, stride) in enumerate(
         zip(values, array.tensor.shape, array.tensor.stride(), strict=True)
@@ -334,17 +319,11 @@ def _padding(array: Array, mode: ct.PaddingMode) -> float | int | bool:
     return _PADDING[mode]
 
 
-def check_array(op: str, array: object) -> None:
+def check_call(op, array, check_bounds, latency=None, allow_tma=None, order="C") -> None:
     if not isinstance(array, Array):
         raise TypeError(f"{op} takes an array, got {type(array).__name__}")
-
-
-def _check_order(op: str, order: object, rank: int) -> None:
-    if order not in ("C", tuple(range(rank))):
+    if order not in ("C", tuple(range(array.ndim))):
         raise NotImplementedError(f"{op}(order={order!r}) is not supported by the interpreter")
-
-
-def check_hints(op: str, check_bounds: object, latency: object = None, allow_tma: object = None) -> None:
     if not isinstance(check_bounds, bool) or not isinstance(allow_tma, (bool, NoneType)):
         raise TypeError(f"{op}: expected constant bools, got {check_bounds=}, {allow_tma=}")
     if latency is not None and not (isinstance(latency, int) and 1 <= latency <= 10):

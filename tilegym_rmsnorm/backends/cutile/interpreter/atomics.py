@@ -14,12 +14,11 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from .arrays import Array, as_stored, broadcast, check_array, check_hints, find_lanes
+from .arrays import as_stored, broadcast, check_call, find_lanes, of_active
 from .dtypes import name
 from .memory import poison
-from .ops import as_tile
 from .ordering import is_atomic
-from .tile import Tile
+from .tile import as_tensor, as_tile
 
 __all__ = ["atomic_add", "atomic_or", "atomic_xchg"]
 
@@ -39,13 +38,17 @@ def _atomic(op: str, dtypes: tuple[torch.dtype, ...], combine: Callable, is_bitw
         memory_order=ct.MemoryOrder.ACQ_REL,
         memory_scope=ct.MemoryScope.DEVICE,
     ):
-        check_array(op, array)
-        check_hints(op, check_bounds)
+        check_call(op, array, check_bounds)
         is_atomic(op, memory_order, memory_scope)  # always, or it raises
         if array.tensor.dtype not in dtypes:
             raise TypeError(f"{op} takes an array of {', '.join(map(name, dtypes))}, got {array}")
         lanes, shape, active = find_lanes(op, array, indices, None, check_bounds)
-        operand = broadcast(_as_operand(array, update, shape, is_bitwise), shape, "update").reshape(-1)
+        # A constant is loosely typed only beside scalar indices: the compiler broadcasts it before it casts it.
+        if shape or is_bitwise:
+            update = as_tile(update)
+        if is_bitwise and update.dtype != array.dtype:
+            raise TypeError(f"update for {array}: expected exactly its dtype, got {update.dtype.name}")
+        operand = broadcast(as_stored(array, update), shape, "update").reshape(-1)
 
         array.read(lanes, is_atomic=True)
         array.write(lanes, is_atomic=True)
@@ -53,11 +56,7 @@ def _atomic(op: str, dtypes: tuple[torch.dtype, ...], combine: Callable, is_bitw
         elements = array.memory.flat()
         found = _change(combine, elements, lanes.offsets, operand if active is None else operand[active])
         array.blocks.saw((array.memory.name, *lanes.offsets.tolist()), found)
-        if active is None:
-            return Tile(found.reshape(shape))
-        value = torch.full(shape, poison(array.tensor.dtype), dtype=array.tensor.dtype)
-        value.view(-1)[active] = found
-        return Tile(value)
+        return of_active(found, shape, active, as_tensor(poison(array.tensor.dtype), array.tensor.dtype))
 
     return operation
 
@@ -71,15 +70,6 @@ def _change(combine: Callable, elements: Tensor, offsets: Tensor, operand: Tenso
         found[lane] = elements[offsets[lane]]
         elements[offsets[lane]] = combine(found[lane], operand[lane])
     return found
-
-
-def _as_operand(array: Array, update: object, shape: tuple[int, ...], is_bitwise: bool) -> Tensor:
-    """A constant is loosely typed only beside scalar indices: the compiler broadcasts it before it casts it."""
-    if shape or is_bitwise:
-        update = as_tile(update)
-    if is_bitwise and update.dtype != array.dtype:
-        raise TypeError(f"update for {array}: expected exactly its dtype, got {update.dtype.name}")
-    return as_stored(array, update)
 
 
 atomic_add = _atomic("atomic_add", _NUMBERS_AND_HALVES, torch.add)

@@ -15,18 +15,8 @@ import torch
 Constant = bool | int | float
 NUMBER = (int, float)  # what isinstance asks for; bool is an int
 
-TORCH_DTYPE = {
-    ct.bool_: torch.bool,
-    ct.uint8: torch.uint8,
-    ct.int8: torch.int8,
-    ct.int16: torch.int16,
-    ct.int32: torch.int32,
-    ct.int64: torch.int64,
-    ct.float16: torch.float16,
-    ct.bfloat16: torch.bfloat16,
-    ct.float32: torch.float32,
-    ct.float64: torch.float64,
-}
+_NAMES = "uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
+TORCH_DTYPE = {ct.bool_: torch.bool, **{getattr(ct, each): getattr(torch, each) for each in _NAMES}}
 TILE_DTYPE = {theirs: ours for ours, theirs in TORCH_DTYPE.items()}
 
 _BOOL, _INT, _FLOAT = range(3)
@@ -34,15 +24,13 @@ _BOOL, _INT, _FLOAT = range(3)
 
 def torch_dtype(dtype: object) -> torch.dtype:
     """The torch dtype of a dtype written in a kernel (ct.float32, x.dtype; cuda.tile takes torch's own too)."""
-    if isinstance(dtype, ct.DType):
-        if dtype not in TORCH_DTYPE:
-            raise NotImplementedError(f"ct.{dtype.name} is not supported by the interpreter")
-        return TORCH_DTYPE[dtype]
-    if isinstance(dtype, torch.dtype):
-        if dtype not in TILE_DTYPE:
-            raise NotImplementedError(f"{dtype} is not supported by the interpreter")
-        return dtype
-    raise TypeError(f"expected a dtype, got {dtype!r}")
+    if not isinstance(dtype, (ct.DType, torch.dtype)):
+        raise TypeError(f"expected a dtype, got {dtype!r}")
+    found = TORCH_DTYPE.get(dtype, dtype)
+    if found not in TILE_DTYPE:
+        written = f"ct.{dtype.name}" if isinstance(dtype, ct.DType) else dtype
+        raise NotImplementedError(f"{written} is not supported by the interpreter")
+    return found
 
 
 def name(dtype: torch.dtype) -> str:
@@ -71,10 +59,8 @@ def promote(a: torch.dtype | Constant, b: torch.dtype | Constant, *, to_float: b
         a, b = b, a
     if not isinstance(a, torch.dtype):
         a, b = constant_dtype(a), constant_dtype(b)
-    if isinstance(b, torch.dtype):
-        common = _promote_dtypes(a, b)
-    else:
-        common = _promote_with_constant(a, b, to_float)
+    both = isinstance(b, torch.dtype)
+    common = _promote_dtypes(a, b) if both else _promote_with_constant(a, b, to_float)
     return torch.float32 if to_float and not common.is_floating_point else common
 
 

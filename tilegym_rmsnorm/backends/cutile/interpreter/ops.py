@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: MIT
 """cuda.tile's functions on tiles: its names (some hide a builtin), signatures and promotion rules.
 
+Three read a tile's bits as other numbers: bitcast of the same width, the others by way of bytes, lowest byte first.
 Reductions stay in the tile's dtype: half types are added half by half, with a rounding after each step. (The GPU's
 order of additions is not specified.) Rounding modes but nearest-even and flushing to zero are not covered.
 """
@@ -16,11 +17,12 @@ from collections.abc import Callable
 import cuda.tile as ct
 import torch
 
-from .dtypes import NUMBER, constant_dtype, torch_dtype
+from .dtypes import NUMBER, name, torch_dtype
 from .tile import (
     Tile,
     arithmetic,
     as_tensor,
+    as_tile,
     bitwise,
     check_broadcast,
     check_extents,
@@ -31,21 +33,14 @@ from .tile import (
 )
 
 __all__ = """
-    abs add arange assert_ assume_divisible_by astype bitwise_and bitwise_lshift bitwise_not bitwise_or
-    bitwise_rshift bitwise_xor broadcast_to cat cdiv equal exp expand_dims extract floordiv full greater
-    greater_equal less less_equal max maximum min minimum mod mul negative not_equal ones permute print printf
-    reshape rsqrt sqrt static_assert static_eval static_iter sub sum transpose truediv where zeros
+    abs add arange assert_ assume_divisible_by astype bitcast bitwise_and bitwise_lshift bitwise_not
+    bitwise_or bitwise_rshift bitwise_xor broadcast_to cat cdiv equal exp expand_dims extract floordiv full
+    greater greater_equal less less_equal max maximum min minimum mod mul negative not_equal ones
+    pack_to_bytes permute print printf reshape rsqrt sqrt static_assert static_eval static_iter sub sum
+    transpose truediv unpack_from_bytes where zeros
 """.split()
 
 _STATIC_ITERATIONS = 1000  # cuda.tile's limit
-
-
-def as_tile(x: object) -> Tile:
-    if isinstance(x, Tile):
-        return x
-    if isinstance(x, NUMBER):
-        return Tile(torch.tensor(x, dtype=constant_dtype(x)))
-    raise TypeError(f"expected a tile or a number, got {type(x).__name__}")
 
 
 def arange(size, /, *, dtype, start=0, step=1):
@@ -116,6 +111,35 @@ def extract(x, /, index, shape):
     return as_tile(x).extract(index, shape)
 
 
+def bitcast(x, /, dtype):
+    value = as_tile(x).value
+    target = torch_dtype(dtype)
+    if torch.bool in (value.dtype, target) or value.dtype.itemsize != target.itemsize:
+        raise TypeError(f"bitcast takes dtypes of the same width, got {name(value.dtype)} and {name(target)}")
+    return Tile(value.view(target))
+
+
+def pack_to_bytes(x, /):
+    value = as_tile(x).value
+    if value.dtype == torch.bool:
+        raise TypeError("pack_to_bytes takes numbers, got bool_")
+    return Tile(value.reshape(-1).contiguous().view(torch.uint8))
+
+
+def unpack_from_bytes(x, /, dtype):
+    value = as_tile(x).value
+    target = torch_dtype(dtype)
+    if target == torch.bool:
+        raise TypeError("unpack_from_bytes makes numbers, got bool_")
+    if value.dtype != torch.uint8 or value.ndim != 1:
+        raise TypeError(
+            f"unpack_from_bytes takes a 1-D tile of uint8, got {value.ndim}-D of {name(value.dtype)}"
+        )
+    if value.numel() % target.itemsize:
+        raise TypeError(f"{value.numel()} bytes are no whole number of {name(target)}")
+    return Tile(value.contiguous().view(target))
+
+
 def sum(x, /, axis=None, *, keepdims=False, rounding_mode=None, flush_to_zero=False):
     _check_rounding("sum", rounding_mode, flush_to_zero)
     value, axes = _reduction(x, axis)
@@ -159,18 +183,16 @@ def _nan_aware(op: str) -> Callable:
     return operation
 
 
+abs = builtins.abs
 add, sub, mul, truediv = _rounded("add"), _rounded("sub"), _rounded("mul"), _rounded("truediv")
 minimum, maximum = _nan_aware("minimum"), _nan_aware("maximum")
 floordiv, cdiv, mod = _binary(arithmetic, "floordiv"), _binary(arithmetic, "cdiv"), _binary(arithmetic, "mod")
 equal, not_equal = _binary(compare, "eq"), _binary(compare, "ne")
 less, less_equal = _binary(compare, "lt"), _binary(compare, "le")
 greater, greater_equal = _binary(compare, "gt"), _binary(compare, "ge")
-bitwise_and, bitwise_or, bitwise_xor = (
-    _binary(bitwise, "and"),
-    _binary(bitwise, "or"),
-    _binary(bitwise, "xor"),
+bitwise_and, bitwise_or, bitwise_xor, bitwise_lshift, bitwise_rshift = (
+    _binary(bitwise, op) for op in ("and", "or", "xor", "lshift", "rshift")
 )
-bitwise_lshift, bitwise_rshift = _binary(bitwise, "lshift"), _binary(bitwise, "rshift")
 
 
 def bitwise_not(x, /):
@@ -183,10 +205,6 @@ def where(cond, x, y, /):
     for branch in (a, b):
         check_broadcast(condition, branch)
     return Tile(torch.where(condition, a, b))
-
-
-def abs(x, /):
-    return builtins.abs(x)
 
 
 def negative(x, /):

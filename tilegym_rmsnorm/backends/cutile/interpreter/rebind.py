@@ -16,10 +16,10 @@ from types import CellType, CodeType, FunctionType
 import cuda.tile as ct
 import torch
 
-from . import arrays, atomics, bits, ops
+from . import arrays, atomics, ops
 from .blocks import Blocks
 from .dtypes import promote
-from .tile import Tile, as_index
+from .tile import Tile, as_index, as_tile
 
 
 class Namespace:
@@ -30,10 +30,10 @@ class Namespace:
         vars(self).update(_OPERATIONS)
 
     def bid(self, axis: int) -> Tile:
-        return _int32(self._blocks.block[_axis(axis)])
+        return as_tile(self._blocks.block[_axis(axis)])
 
     def num_blocks(self, axis: int) -> Tile:
-        return _int32(self._blocks.extents[_axis(axis)])
+        return as_tile(self._blocks.extents[_axis(axis)])
 
     def grid_dependency_control_wait(self) -> None:
         """Launches run one after the other here, so what is waited for has happened; that it is, is checked."""
@@ -71,12 +71,12 @@ class Range:
         return self._range
 
 
-def rebind(function: FunctionType, namespace: Namespace) -> FunctionType:
-    """A copy of `function` in which cuda.tile is `namespace`, and so in the functions that its code names."""
-    return _rebind(function, namespace, {})
-
-
-def _rebind(value: object, namespace: Namespace, done: dict[FunctionType, FunctionType]) -> object:
+def rebind(
+    value: object, namespace: Namespace, done: dict[FunctionType, FunctionType] | None = None
+) -> object:
+    """A copy of a function in which cuda.tile is `namespace`, and so in the functions that its code names, those of
+    `done` already. Of cuda.tile the namespace; other values as they are."""
+    done = {} if done is None else done
     if value is ct:
         return namespace
     if not isinstance(value, FunctionType):
@@ -89,9 +89,9 @@ def _rebind(value: object, namespace: Namespace, done: dict[FunctionType, Functi
         done[value] = copy  # before its own names are looked at: a function may call itself
         for name in _names(value.__code__):
             if name in scope:
-                scope[name] = _rebind(scope[name], namespace, done)
+                scope[name] = rebind(scope[name], namespace, done)
         for cell, original in zip(closure, value.__closure__ or (), strict=True):
-            cell.cell_contents = _rebind(original.cell_contents, namespace, done)
+            cell.cell_contents = rebind(original.cell_contents, namespace, done)
     return done[value]
 
 
@@ -110,22 +110,15 @@ def _max(*values):
     return ops.maximum(*values) if any(isinstance(v, Tile) for v in values) else builtins.max(*values)
 
 
-def _int32(value: int) -> Tile:
-    return Tile(torch.tensor(value, dtype=torch.int32))
-
-
 def _axis(axis: int) -> int:
     if axis not in (0, 1, 2):
         raise TypeError(f"expected a grid axis of 0, 1 or 2, got {axis!r}")
     return axis
 
 
+_PLAIN = ct.DType, enum.EnumMeta
 _OPERATIONS = {
-    **{
-        name: getattr(ct, name)
-        for name in ct.__all__
-        if isinstance(getattr(ct, name), (ct.DType, enum.EnumMeta))
-    },
-    **{name: getattr(module, name) for module in (ops, bits, arrays, atomics) for name in module.__all__},
+    **{name: getattr(ct, name) for name in ct.__all__ if isinstance(getattr(ct, name), _PLAIN)},
+    **{name: getattr(module, name) for module in (ops, arrays, atomics) for name in module.__all__},
 }
 _BUILTINS = dict(vars(builtins), range=Range, min=_min, max=_max)
