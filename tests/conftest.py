@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 import helpers
 import table_cases
-from helpers import BACKENDS, HAS_GPU, settle_interpreters, why_skip
+from helpers import BACKENDS, HAS_GPU, settle_interpreters, why_lacked, why_skip
 from processes import mesh_of_one
 
 from tilegym_rmsnorm import settings
@@ -174,7 +174,7 @@ def share_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend by name; one that cannot run here is skipped with its reason."""
-    reason = why_skip(request.param)
+    reason = why_skip(request.param) or why_lacked(request.param, request)
     if reason is not None:
         pytest.skip(reason)
     return request.param

@@ -16,7 +16,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from every_op import assert_same_bits, each_op, note_unknown, of_each_op, usual
+from every_op import assert_same_bits, each_op, note_unknown, of_each_op, present, usual
 from helpers import BF16, DEVICE, settle_interpreters
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -579,7 +579,7 @@ def test_no_tensor_is_kept(op, kind, quick_gc):
             call.of_backward(op.wanted(kind)[-1], "cutile"),
         )
         with torch.no_grad():
-            results += [*op.forward(*of_forward), *op.backward(*of_backward)]
+            results += present(op.forward(*of_forward)) + present(op.backward(*of_backward))
         tensors = (*results, *given, *call.tensors, *of_forward, *of_backward)
         references = [weakref.ref(each) for each in tensors if isinstance(each, torch.Tensor)]
         del call, given, results, of_forward, of_backward, tensors

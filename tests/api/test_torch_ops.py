@@ -20,10 +20,11 @@ from every_op import (
     note_backends,
     note_unknown,
     of_each_op,
+    present,
     usual_kinds,
 )
 from gate_cases import freed
-from helpers import BF16, DEVICE, FP32, FP64, why_skip
+from helpers import BF16, DEVICE, FP32, FP64, why_lacked, why_skip
 from test_known_calls import rows
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck
@@ -46,8 +47,9 @@ BACKENDS = (None, "torch", "cutile", "triton")
 @pytest.fixture(params=BACKENDS, ids=str)
 def name(request):
     """A backend that an op is given."""
-    if request.param in ("cutile", "triton") and (reason := why_skip(request.param)):
-        pytest.skip(reason)
+    if request.param in ("cutile", "triton"):
+        if reason := why_skip(request.param) or why_lacked(request.param, request):
+            pytest.skip(reason)
     return request.param
 
 
@@ -349,10 +351,10 @@ def test_the_ops(op, kind, is_backward, monkeypatch):
             with grad_mode(), monkeypatch.context() as patch:
                 run(*others)
                 unknown = note_unknown(op, patch)
-                known = [each for each in run(*given) if each is not None]
+                known = present(run(*given))
                 assert not unknown
                 known_calls.forget()
-                expected = [each for each in run(*given) if each is not None]
+                expected = present(run(*given))
                 assert unknown
                 storages = {each.untyped_storage().data_ptr() for each in known if each.numel()}
                 assert len(storages) == sum(each.numel() > 0 for each in known), "results share memory"

@@ -23,7 +23,7 @@ def cases_of(script: str) -> list[str]:
     return [f.name for f in functions if [argument.arg for argument in f.args.args] == ["mesh"]]
 
 
-SCRIPTS = ("forms_of_dtensors.py", "rules_of_dtensors.py", "rope_of_dtensors.py")
+SCRIPTS = sorted(path.name for path in FOLDER.glob("*_of_dtensors.py"))
 CASES = [(script, case) for script in SCRIPTS for case in cases_of(script)]
 
 

@@ -6,19 +6,23 @@ the kernel that it is of."""
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import itertools
+import pkgutil
 from collections.abc import Iterator
 
+import every_op
 import plain_calls
 import pytest
 import torch
-from planning import device, plan, problem, rope_problem
+from planning import classes_of, device, plan, problem
 
+from tilegym_rmsnorm.backends.cutile import plans
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
-from tilegym_rmsnorm.backends.cutile.plans import rope, variants
+from tilegym_rmsnorm.backends.cutile.plans import variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device
@@ -38,11 +42,10 @@ OTHER_NAMES = {
     ("forward_team", "weight_load"): ("JOINT_WEIGHT",),
     ("clear_board", "width"): ("SLOTS",),
 }
-CLASSES = {
-    name: each
-    for name, each in (vars(variants) | vars(rope)).items()
-    if isinstance(each, type) and issubclass(each, Variant) and hasattr(each, "kernel")
-}
+MODULES = [
+    importlib.import_module(f"{plans.__name__}.{each.name}") for each in pkgutil.iter_modules(plans.__path__)
+]
+CLASSES = {name: each for module in MODULES for name, each in classes_of(module).items()}
 every_variant = pytest.mark.parametrize("variant_class", CLASSES.values(), ids=CLASSES)
 every_setting = pytest.mark.parametrize(
     ("variant_class", "setting"),
@@ -94,10 +97,10 @@ def plan_with(step: Variant, **options) -> Plan:
 
 
 def constants_with(step: Variant, architecture: int = 90, casting: str = "once") -> dict:
-    """The constants of a step in such a plan, or of a kernel of rope.py."""
-    if isinstance(step, rope.RopeTiles):
-        problem = rope_problem(N, N, itemsize=4, architecture=architecture, casting=casting)
-        return rope.RopePlan(problem, step).constants(step)
+    """The constants of a step in such a plan, or of a kernel of another op."""
+    for op in every_op.OPS:
+        if (made := op.plan_of(step, architecture, casting)) is not None:
+            return made.constants(step)
     return plan_with(step, architecture=architecture, casting=casting).constants(step)
 
 
@@ -128,7 +131,9 @@ def test_a_plan_has_every_compile_time_argument(casting, architecture, variant_c
     for name, parameter in parameters_of(variant).items():
         if name.isupper():
             assert type(constants[name]) is (bool if parameter.annotation is ConstBool else int), name
-    assert constants["ROUND_XHAT"] == (casting == "llama") and constants["DEPENDENT"] == (architecture >= 90)
+    assert constants["DEPENDENT"] == (architecture >= 90)
+    if "ROUND_XHAT" in parameters_of(variant):
+        assert constants["ROUND_XHAT"] == (casting == "llama")
 
 
 def test_switches_say_what_the_problem_is():
@@ -245,4 +250,4 @@ def test_the_kernels_of_these_plans_are_all_there_are():
         for made in plans_of(example_of(each), device())
         for step in made.steps
     }
-    assert launched | {rope.ForwardRope.kernel, rope.BackwardRope.kernel} == set(KERNELS)
+    assert launched == {each.kernel for each in classes_of(variants).values()}

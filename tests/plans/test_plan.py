@@ -9,14 +9,13 @@ import itertools
 import random
 
 import pytest
-from planning import H100, H200, device, plan, problem, rules_of
+from planning import H100, H200, classes_of, device, plan, problem, rules_of
 
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.plans import partition, sizes, variant, variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Team, Unaligned
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import LAUNCHES_AT_ONCE, OPS, WEIGHTS, Policy, Problem
-from tilegym_rmsnorm.backends.cutile.plans.rope import BackwardRope, ForwardRope
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (
     LARGEST_GRID,
@@ -98,8 +97,8 @@ def counts(made: Plan) -> list[int]:
 
 def test_every_first_kernel_is_among_the_cases():
     assert {type(first) for first, _ in CASES} == set(BY_KERNEL.values()), "add the one that is missing"
-    of_rope = {ForwardRope.kernel, BackwardRope.kernel}  # test_rope_plans.py
-    assert {step.kernel for case in PLANS for step in case.values[0].steps} == set(KERNELS) - of_rope
+    of_norm = {each.kernel for each in classes_of(variants).values()}  # other ops: their own tests
+    assert {step.kernel for case in PLANS for step in case.values[0].steps} == of_norm
 
 
 @pytest.mark.parametrize("made", PLANS)

@@ -10,6 +10,7 @@ def test_a_law(op, kind):
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,12 +20,14 @@ import rope_cases
 import torch
 import variants
 from helpers import BF16, DEVICE, FP32, FP64
+from planning import rope_problem
 from rope_cases import RopeCase
 from torch import Tensor
 from variants import VARIANTS, Variant
 
 from tilegym_rmsnorm import qk_norm_rope, rms_norm, rms_norm_rope, rope
 from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.backends.cutile.plans.rope import RopePlan, RopeTiles
 from tilegym_rmsnorm.ops.norm import checks as norm_checks
 from tilegym_rmsnorm.ops.norm import eager as norm_eager
 from tilegym_rmsnorm.ops.norm import op as norm_op
@@ -73,9 +76,12 @@ class Op(NamedTuple):
     few: tuple[str, ...]  # of kinds, for laws that take long
     smooth: Mapping[str, Any]  # small calls in float64, for numerical derivatives
     alike: Any  # a kind of which each tensor may be another one's, too
+    placed: Mapping[str, Any]  # small calls, whose rows may be sharded in all dimensions but the last
     longer: Callable[[Any], Any]  # a kind with more rows
     wanted: Callable[[Any], Sequence[int]]  # of a kind, what the backward's op may be asked for
     unknown: tuple[tuple[Any, str], ...]  # functions that no known call runs, by owner and name
+    # of the settings of one of its kernels, an architecture and a casting, a plan; None of other settings
+    plan_of: Callable[[Any, int, str], Any] = lambda *_: None
 
     @property
     def name(self) -> str:
@@ -171,6 +177,13 @@ def of_rope(case: RopeCase, *, seed: int = 0, device: Any = DEVICE) -> Call:
     return Call(leaves, fixed, dys, public, by_op, exact, of_forward, of_backward)
 
 
+def _plan_of_rope(step: Any, architecture: int, casting: str) -> RopePlan | None:
+    if not isinstance(step, RopeTiles):
+        return None
+    return RopePlan(rope_problem(20, 20, itemsize=4, architecture=architecture, casting=casting), step)
+
+
+_PLACED, _PLACED_ROPE = Variant(FP32, (2, 6, 8)), RopeCase(n=8, rotary_dim=8)
 _SMOOTH = Variant(FP64, (3, 5), weight_dtype=FP64)
 _SMOOTH_HEADS = _SMOOTH._replace(size=(2, 3, 2, 5), weight="heads", bias_dtype=FP64, layout="heads")
 _SMOOTH_ROPE = RopeCase(FP64, 1, 2, (2, 1), 6, 6)
@@ -200,6 +213,15 @@ _NORM = Op(
         ),
     },
     Variant(FP32, (6, 40), residual_dtype=FP32, bias_dtype=FP32),
+    {
+        "as F.rms_norm": _PLACED,
+        "offset": _PLACED._replace(offset=1.0),
+        "bfloat16": _PLACED._replace(dtype=BF16),
+        "llama": _PLACED._replace(casting="llama"),
+        "bias": _PLACED._replace(bias_dtype=FP32),
+        "residual": _PLACED._replace(residual_dtype=FP32),
+        "weights of heads": _PLACED._replace(size=(2, 3, 4, 8), weight="heads"),
+    },
     lambda variant: variant._replace(size=(variant.size[0] + 2, *variant.size[1:])),
     lambda variant: (9, 10, 13, 15) if variant.has_residual else (1, 2, 5, 7),
     ((norm_checks, "check_input"), (norm_eager, "gradients")),
@@ -233,6 +255,16 @@ _ROPE = Op(
         "positions": _SMOOTH_ROPE._replace(batch=2, positions="each"),
     },
     RopeCase(FP32, heads=(4, 4)),
+    {
+        **{
+            f"{weight}, tables {rows}": _PLACED_ROPE._replace(weight=(weight, weight), has_rows_of_batch=own)
+            for weight, (rows, own) in itertools.product(
+                ("vector", "heads", "none"), (("T", False), ("BT", True))
+            )
+        },
+        "positions": _PLACED_ROPE._replace(positions="each"),
+        "positions of 32 bits": _PLACED_ROPE._replace(positions="one", position_dtype=torch.int32),
+    },
     lambda case: case._replace(batch=case.batch + 1, length=case.length + 2),
     lambda case: range(4),
     (
@@ -240,6 +272,7 @@ _ROPE = Op(
         (rope_op, "checked_rope"),
         (rope_op, "checked_rope_backward"),
     ),
+    _plan_of_rope,
 )
 _ONE = {
     "one tensor": rope_cases.CASES["without k"],
@@ -254,6 +287,7 @@ OPS = (
         usual=tuple(_ONE),
         few=("one tensor",),
         alike=RopeCase(FP32, heads=(4, 0)),
+        placed={"one tensor": _PLACED_ROPE._replace(heads=(4, 0))},
         smooth={"one tensor": _SMOOTH_ROPE._replace(heads=(3, 0))},
     ),
 )
@@ -320,6 +354,11 @@ def note_backends(patch: pytest.MonkeyPatch) -> list[str]:
     patch.setattr(registry, "_chosen", {})
     known_calls.forget()
     return ran
+
+
+def present(results: Any) -> list[Tensor]:
+    """Return the results of a library op that are not None. An op of one result returns no tuple."""
+    return [each for each in (results if isinstance(results, tuple) else (results,)) if each is not None]
 
 
 def assert_same_bits(got: Iterable[Tensor], expected: Iterable[Tensor]) -> None:

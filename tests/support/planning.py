@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Problems and plans as tests ask for them."""
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -67,6 +68,15 @@ def plan(first: Variant | Choice, op: str, n: int, *arguments: Any, **options: A
     """The plan of `problem(op, n, *arguments, **options)` whose first kernel is given."""
     asked = problem(op, n, *arguments, **options)
     return plan_of(asked, *first) if isinstance(first, Choice) else plan_of(asked, first)
+
+
+def classes_of(module: ModuleType) -> dict[str, type[Variant]]:
+    """The settings of kernels that a module of plans/ defines, by their classes' names."""
+    return {
+        name: each
+        for name, each in vars(module).items()
+        if isinstance(each, type) and issubclass(each, Variant) and hasattr(each, "kernel")
+    }
 
 
 def rope_problem(
