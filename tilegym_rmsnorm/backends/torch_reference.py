@@ -6,33 +6,18 @@ kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.registry import register_impl
 from tilegym_rmsnorm.ops.norm.reference import forward_torch, gradients_torch
-from tilegym_rmsnorm.ops.norm.spec import (
-    NORM_BACKWARD,
-    NORM_FORWARD,
-    BackwardTensors,
-    ForwardTensors,
-    Gradients,
-    Outputs,
-    Spec,
-    Wanted,
-)
+from tilegym_rmsnorm.ops.norm.spec import NORM_BACKWARD, NORM_FORWARD, ForwardTensors, Outputs, Spec
 from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
-from tilegym_rmsnorm.ops.rope.spec import (
-    ROPE_BACKWARD,
-    ROPE_FORWARD,
-    RopeBackwardTensors,
-    RopeGradients,
-    RopeOutputs,
-    RopeSpec,
-    RopeTensors,
-    RopeWanted,
-)
+from tilegym_rmsnorm.ops.rope.spec import ROPE_BACKWARD, ROPE_FORWARD
 
 IMPLEMENTATION = __name__
 
@@ -42,34 +27,25 @@ def unusable(request: Request | None) -> Unusable | None:
     return None
 
 
-@register_impl(NORM_FORWARD, "torch")
-@torch.no_grad()
-def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
+def _norm_forward(tensors: ForwardTensors, spec: Spec) -> Outputs:
     y, rstd, residual_out = forward_torch(tensors, spec)
-    return y.contiguous(), rstd.reshape(-1), _packed(residual_out)
+    return y, rstd.reshape(-1), residual_out
 
 
-@register_impl(NORM_BACKWARD, "torch")
-@torch.no_grad()
-def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
-    dx, d_residual, dw, db = gradients_torch(tensors, spec, wanted)
-    return dx.contiguous(), _packed(d_residual), dw, db
+def _registered(op: Any, formula: Callable[..., tuple[Tensor | None, ...]]) -> Any:
+    """Register and return the function of an op. formula: of tensors, a spec, and of a backward what is wanted."""
+
+    @torch.no_grad()
+    def run(spec: Any, tensors: Any, *wanted: Any) -> tuple[Tensor | None, ...]:
+        # PyTorch's operations keep the order of their input's strides.
+        return tuple(
+            [None if each is None else each.contiguous() for each in formula(tensors, spec, *wanted)]
+        )
+
+    return register_impl(op, "torch")(run)
 
 
-@register_impl(ROPE_FORWARD, "torch")
-@torch.no_grad()
-def qk_norm_rope_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
-    q_out, k_out = rope_forward_torch(tensors, spec)
-    return q_out.contiguous(), _packed(k_out)
-
-
-@register_impl(ROPE_BACKWARD, "torch")
-@torch.no_grad()
-def qk_norm_rope_backward(spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted) -> RopeGradients:
-    dq, dk, dq_weight, dk_weight = rope_gradients_torch(tensors, spec, wanted)
-    return dq.contiguous(), _packed(dk), dq_weight, dk_weight
-
-
-def _packed(rows: Tensor | None) -> Tensor | None:
-    """Make a result contiguous: PyTorch's operations keep the order of their input's strides."""
-    return None if rows is None else rows.contiguous()
+rms_norm_forward = _registered(NORM_FORWARD, _norm_forward)
+rms_norm_backward = _registered(NORM_BACKWARD, gradients_torch)
+qk_norm_rope_forward = _registered(ROPE_FORWARD, rope_forward_torch)
+qk_norm_rope_backward = _registered(ROPE_BACKWARD, rope_gradients_torch)
