@@ -209,14 +209,7 @@ class _Patch:
         of_rstd = shape_of_rstd(x, len(normalized_shape))
         spec = Spec(math.prod(normalized_shape), _DEFAULT_EPS if eps is None else eps, 0.0, "once")
         call = Call(spec, backend, function)
-        y, rstd, _ = run_and_remember(
-            _FORWARDS,
-            lambda: known_call,
-            tensors,
-            tensors,
-            function,
-            lambda _: bind_op_forward(tensors, call, of_rstd),
-        )
+        y, rstd, _ = _first_run(_FORWARDS, known_call, tensors, function, bind_op_forward, call, of_rstd)
         self.counts[ATEN_FORWARD][TAKEN] += 1
         return y, rstd
 
@@ -253,13 +246,8 @@ class _Patch:
         if needs_dx or needs_dw:
             call = Call(Spec(math.prod(normalized_shape), 0.0, 0.0, "once"), backend, None, function)
             wanted = Wanted(x.dtype, None, x.dtype if needs_dw else None)
-            dx, dw = run_and_remember(
-                _BACKWARDS,
-                lambda: known_call,
-                tensors,
-                tensors,
-                function,
-                lambda _: _bind_backward(tensors, call, wanted, needs_dx),
+            dx, dw = _first_run(
+                _BACKWARDS, known_call, tensors, function, _bind_backward, call, wanted, needs_dx
             )
         self.counts[ATEN_BACKWARD][TAKEN] += 1
         return dx, dw
@@ -340,6 +328,11 @@ class _Patch:
         if op == ATEN_FORWARD:
             return torch.ops.aten._fused_rms_norm.default.decompose(*given[1:])
         return _backward_by_operations(*given[1:])
+
+
+def _first_run(known: Any, call: Any, tensors: Any, function: Any, bind: Any, *given: Any) -> Any:
+    """Run a call that is not known, and remember it. given: the arguments of `bind` besides the tensors."""
+    return run_and_remember(known, lambda: call, tensors, tensors, function, lambda _: bind(tensors, *given))
 
 
 def _may_copy(*tensors: Tensor | None) -> bool:

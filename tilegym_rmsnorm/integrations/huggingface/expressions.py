@@ -38,6 +38,7 @@ Expression = tuple[Any, ...]
 
 X: Expression = ("x",)
 _SELF: Expression = ("the module",)
+_NONE: Expression = ("const", None)
 _MAX_DEPTH = 4  # of nested calls that are read
 _MAX_STATEMENTS = 40  # in all functions that are read; a norm has ten
 
@@ -182,7 +183,7 @@ class Reader:
             left, right = of(node.left), of(node.comparators[0])
             if isinstance(node.ops[0], ast.In) and right[0] == "tuple":
                 return ("in", left, frozenset(_plain(item) for item in right[1:]))
-            if isinstance(node.ops[0], ast.IsNot) and right == ("const", None):
+            if isinstance(node.ops[0], ast.IsNot) and right == _NONE:
                 return ("is not None", left)
         elif isinstance(node, ast.Subscript) and text_of_node(node.slice) == "-1:":
             base = of(node.value)
@@ -327,12 +328,7 @@ def _mean(e: Expression, dim: Expression, keepdim: Expression) -> Expression:
     return ("mean", e)
 
 
-def _rms_norm(
-    input: Expression,
-    normalized_shape: Expression,
-    weight: Expression = ("const", None),
-    eps: Expression = ("const", None),
-) -> Expression:
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any = _NONE, eps: Any = _NONE) -> Expression:
     return ("rms_norm", input, normalized_shape, weight, eps)
 
 

@@ -15,18 +15,8 @@ import torch
 Constant = bool | int | float
 NUMBER = (int, float)  # what isinstance asks for; bool is an int
 
-TORCH_DTYPE = {
-    ct.bool_: torch.bool,
-    ct.uint8: torch.uint8,
-    ct.int8: torch.int8,
-    ct.int16: torch.int16,
-    ct.int32: torch.int32,
-    ct.int64: torch.int64,
-    ct.float16: torch.float16,
-    ct.bfloat16: torch.bfloat16,
-    ct.float32: torch.float32,
-    ct.float64: torch.float64,
-}
+_NAMES = "uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
+TORCH_DTYPE = {ct.bool_: torch.bool, **{getattr(ct, each): getattr(torch, each) for each in _NAMES}}
 TILE_DTYPE = {theirs: ours for ours, theirs in TORCH_DTYPE.items()}
 
 _BOOL, _INT, _FLOAT = range(3)
