@@ -30,7 +30,6 @@ from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, OfPlainType
 from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
-from tilegym_rmsnorm.integrations.huggingface.inert import has_hooks
 from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_now
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.integrations.huggingface.strides import in_order, order_in_memory
@@ -207,6 +206,18 @@ def _why_not_added(residual: Any, x: Any) -> str:
         if not each.is_contiguous() and (0 in each.stride() or order_in_memory(each) is not None):
             return "the dimensions of one that it adds do not lie in memory in their order"
     return ""
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether something on the module itself sees its calls."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__  # accelerate's hooks, too
+        or "_call_impl" in module.__dict__
+    )
 
 
 def why_watched(norm: torch.nn.Module) -> str:

@@ -21,12 +21,12 @@ from torch import nn
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, is_eps, match_of
 from tilegym_rmsnorm.integrations.huggingface.attention import AttentionPatch, check_module, norms_of, rotates
-from tilegym_rmsnorm.integrations.huggingface.inert import has_hooks
 from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs, fits
 from tilegym_rmsnorm.integrations.huggingface.layers import LayerPatch, has_sum, rewritten
 from tilegym_rmsnorm.integrations.huggingface.norms import (
     NormPatch,
     PatchedType,
+    has_hooks,
     is_outdated,
     made_from,
     norm_patch,
@@ -84,7 +84,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
             already += 1  # ours, or of a class derived from a patched one
             norms[id(module)] = cls if old is not None else norm_patch(module) or f"it {why_not_own(module)}"
             continue
-        original = _original(cls)
+        original, _ = found or (cls, None)
         try:
             match = _match(module, original)
             _check_input_is_kept(module, parents)
@@ -175,11 +175,6 @@ def _parents(model: nn.Module) -> _Parents:
     return parents
 
 
-def _original(cls: type) -> type:
-    found = made_from(cls)
-    return cls if found is None else found[0]
-
-
 def _graphs(model: nn.Module, norms: _Norms) -> Iterator[Declined]:
     """Yield the graphs in a model that may hold norms, none of which is patched."""
     inside: set[int] = set()
@@ -196,7 +191,8 @@ def _graphs(model: nn.Module, norms: _Norms) -> Iterator[Declined]:
 def _check_input_is_kept(norm: nn.Module, parents: _Parents) -> None:
     """Raise `Unclear` where a module that calls a norm changes the norm's x afterwards."""
     for caller, path in _callers(norm, parents):
-        for change in changed_inputs(_original(type(caller)), path[0]):
+        original, _ = made_from(type(caller)) or (type(caller), None)
+        for change in changed_inputs(original, path[0]):
             if not fits(change.child, path):
                 continue
             if change.by is None or any(map(_works_in_place, _children_at(caller, change.by))):

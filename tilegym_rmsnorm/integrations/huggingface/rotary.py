@@ -36,7 +36,7 @@ from tilegym_rmsnorm.integrations.huggingface.expressions import (
     are_current,
     text_of_node,
 )
-from tilegym_rmsnorm.integrations.huggingface.inert import has_hooks
+from tilegym_rmsnorm.integrations.huggingface.norms import has_hooks
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 _Q, _K, _COS, _SIN = ("q",), ("k",), ("cos",), ("sin",)

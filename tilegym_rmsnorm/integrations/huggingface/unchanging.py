@@ -34,12 +34,6 @@ from torch import nn
 from torch.nn import functional
 
 from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
-from tilegym_rmsnorm.integrations.huggingface.inert import (
-    computes_attributes,
-    has_plain_attributes,
-    is_inert,
-    leaves_input,
-)
 from tilegym_rmsnorm.integrations.huggingface.rewriting import called_child
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
@@ -71,6 +65,10 @@ _FUNCTIONS: frozenset[Any] = frozenset(
 )
 _OPERATORS: tuple[Any, ...] = ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp
 _OPERATORS += ast.Subscript, ast.Slice, ast.FormattedValue
+# Packages whose modules named Linear are projections, with weights that are quantized, sharded or adapted.
+_OF_PROJECTIONS = frozenset(
+    "auto_gptq awq bitsandbytes deepspeed gptqmodel hqq optimum peft torchao transformer_engine transformers".split()
+)
 
 
 class Unchanging:
@@ -101,7 +99,7 @@ class Unchanging:
         self.parameters = {
             name
             for name, each in inspect.signature(function).parameters.items()
-            if each.kind is not each.VAR_KEYWORD and (each.default is each.empty or is_inert(each.default))
+            if each.kind is not each.VAR_KEYWORD and (each.default is each.empty or _is_inert(each.default))
         } - {"self"}
         self.values = _values(statements)
         self.added_to = _added_to(statements)
@@ -217,7 +215,7 @@ class Unchanging:
     def _is_constant(self, node: ast.expr) -> bool:
         """Return whether a node is a global number, string or dtype, such as torch.float32."""
         value = self._global(node)
-        return value is not None and is_inert(value)
+        return value is not None and _is_inert(value)
 
     def _is_known(self, *nodes: ast.expr) -> bool:
         """Return whether values of expressions are tensors, numbers, strings, or what has only such items: operators,
@@ -279,11 +277,11 @@ class Unchanging:
         if type(module).__getattr__ is not nn.Module.__getattr__:
             raise Unclear("its class has a __getattr__ of its own")
         for name in sorted(map(called_child, self.norms)):
-            if computes_attributes(type(getattr(module, name))):
+            if _computes_attributes(type(getattr(module, name))):
                 raise Unclear(f"its {name} has properties, which would be read later")
         for name in sorted(self.called | self.returning):
             child = getattr(module, name, None)
-            if child is None or leaves_input(child, is_norm):
+            if child is None or _leaves_input(child, is_norm):
                 continue
             done, may = f"uses what {name} returns", "return what is no tensor"
             if name in self.called:
@@ -292,9 +290,9 @@ class Unchanging:
             raise Unclear(f"its forward {done} between a norm and its rotation, and a {kind} may {may}")
         for names in sorted(self.read):
             owner = module if len(names) == 1 else getattr(module, names[0], None)
-            if owner is not module and not has_plain_attributes(owner, names[1]):
+            if owner is not module and not _has_plain_attributes(owner, names[1]):
                 owner = None
-            if owner is None or not is_inert(getattr(owner, names[-1], None)):
+            if owner is None or not _is_inert(getattr(owner, names[-1], None)):
                 raise Unclear(f"its forward reads {'.'.join(names)} between a norm and its rotation")
 
 
@@ -360,3 +358,54 @@ def _values(statements: Sequence[ast.AST]) -> dict[str, list[ast.expr | None]]:
                 if isinstance(name := getattr(node, field, None), str):
                     values.setdefault(name, []).append(None)
     return values
+
+
+def _leaves_input(module: Any, is_norm: Callable[[nn.Module], bool]) -> bool:
+    """Return whether a call of a module is known to change nothing: norms, modules of torch and projections are."""
+    if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if is_norm(module):
+        return True
+    cls: Any = type(module)
+    is_called = cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
+    is_called |= cls.__module__ == nn.ParameterDict.__module__  # some containers refuse calls
+    hook = module.__dict__.get("_hf_hook")
+    is_accelerate = type(hook).__module__ == "accelerate.hooks" and type(hook).__name__ != "SequentialHook"
+    own = module.__dict__.get("_old_forward" if is_accelerate else "forward")
+    if not is_called or not (own is None or getattr(own, "__func__", None) is cls.forward):
+        return False
+    package, _, inner = cls.__module__.partition(".")  # classes derived from those below may have properties
+    if package == "torch" and inner.startswith("nn.modules."):
+        # A forward that was put there since has other globals.
+        is_torch = cls.forward.__globals__["__name__"].startswith("torch.nn.modules.")
+        is_known = is_torch and not getattr(module, "inplace", False)
+    else:
+        is_known = package in _OF_PROJECTIONS and "Linear" in cls.__name__
+    return is_known and all(_leaves_input(each, is_norm) for each in module.children())
+
+
+def _has_plain_attributes(owner: Any, name: str) -> bool:
+    """Return whether reading this attribute runs no code of its class. Configs of transformers count as such."""
+    cls: Any = type(owner)
+    if isinstance(owner, nn.Module) or hasattr(inspect.getattr_static(cls, name, None), "__get__"):
+        return False
+    is_plain = cls.__getattribute__ is object.__getattribute__ and not hasattr(cls, "__getattr__")
+    return is_plain or cls.__module__.startswith("transformers.")
+
+
+def _is_inert(value: Any) -> bool:
+    """Return whether reading a value, or an item of it, runs no code."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_inert, value))
+    if isinstance(value, dict):
+        return all(map(_is_inert, value.values()))
+    kinds = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device)
+    return value is None or isinstance(value, kinds)
+
+
+def _computes_attributes(cls: type) -> bool:
+    """Return whether a class of modules has properties, or a __getattr__ of its own."""
+    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return any(
+        "__getattr__" in vars(each) or any(map(inspect.isdatadescriptor, vars(each).values())) for each in own
+    )

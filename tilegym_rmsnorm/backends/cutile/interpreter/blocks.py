@@ -105,20 +105,17 @@ class Blocks:
     def _suspend(self) -> None:
         """Lets another block run, if one can; returns when it is this one's turn again."""
         turn = _Turn(self.number, self._found)
-        self._check_deadlock()
-        self._suspended.append(turn)
-        self._go_on_until(turn.baton, self._pass_on)
-        if self._failure is not None:
-            raise _Abandoned
-        self.number, self._found = turn.number, turn.found
-
-    def _check_deadlock(self) -> None:
-        waiting = sorted([self.number, *(turn.number for turn in self._suspended)])
+        waiting = sorted([self.number, *(each.number for each in self._suspended)])
         if self._in_vain > _ROUNDS_IN_VAIN * len(waiting):
             raise RuntimeError(
                 f"blocks number {', '.join(map(str, waiting))} of {self._kernel.__name__} wait for each other forever:"
                 f" {_ROUNDS_IN_VAIN} times each they polled and found nothing new"
             )
+        self._suspended.append(turn)
+        self._go_on_until(turn.baton, self._pass_on)
+        if self._failure is not None:
+            raise _Abandoned
+        self.number, self._found = turn.number, turn.found
 
     def _pass_on(self) -> None:
         """Gives the baton to a new block, to the one suspended longest, or, with none left, to the caller."""

@@ -127,7 +127,13 @@ class Memory:
     def _access(self, how: str, cells: Box | Lanes, number: int) -> None:
         for earlier in _RACES[how]:
             if earlier in self._blocks:
-                self._check_race(how, cells, number, earlier)
+                seen = cells.of(self._blocks[earlier])
+                others = _is_other(seen, number)
+                if others.any():
+                    block = int(seen[others][0])
+                    who = "several other blocks" if block == _SEVERAL else f"block number {block - 1}"
+                    why = f"is {how} here and {earlier} by {who}, and blocks run in no order: a race"
+                    self._refuse(cells, others, why)
         if how not in self._blocks:
             self._blocks[how] = torch.zeros(self.extent, dtype=torch.int32)
             self._check_overlap()
@@ -135,15 +141,6 @@ class Memory:
         if how != "written":  # by several is an error already
             who = torch.where(_is_other(cells.of(self._blocks[how]), number), _SEVERAL, who)
         cells.set(self._blocks[how], who)
-
-    def _check_race(self, how: str, cells: Box | Lanes, number: int, earlier: str) -> None:
-        seen = cells.of(self._blocks[earlier])
-        others = _is_other(seen, number)
-        if others.any():
-            block = int(seen[others][0])
-            who = "several other blocks" if block == _SEVERAL else f"block number {block - 1}"
-            why = f"is {how} here and {earlier} by {who}, and blocks run in no order: a race"
-            self._refuse(cells, others, why)
 
     def _refuse(self, cells: Box | Lanes, at: Tensor, why: str) -> None:
         if at.any():
@@ -181,18 +178,17 @@ def find_overlaps(memories: list[Memory]) -> None:
 
 
 def _share_bytes(a: Memory, b: Memory) -> bool:
-    start = min(a.tensor.data_ptr(), b.tensor.data_ptr())
-    ends = [m.tensor.data_ptr() + m.extent * m.tensor.itemsize for m in (a, b)]
     starts = [m.tensor.data_ptr() for m in (a, b)]
+    ends = [start + m.extent * m.tensor.itemsize for start, m in zip(starts, (a, b), strict=True)]
     if not (a.extent and b.extent) or max(starts) >= min(ends):
         return False
     # The spans meet, but strided views (two halves of a matrix's columns) may interleave without a common byte.
-    touched = torch.zeros(max(ends) - start, dtype=torch.bool)
+    touched = torch.zeros(max(ends) - min(starts), dtype=torch.bool)
     views = []
     for m in (a, b):
         size = m.tensor.itemsize
         shape = [1 if s == 0 else n for n, s in zip(m.tensor.shape, m.tensor.stride(), strict=True)]
         strides = [s * size for s in m.tensor.stride()]
-        views.append(touched.as_strided([*shape, size], [*strides, 1], m.tensor.data_ptr() - start))
+        views.append(touched.as_strided([*shape, size], [*strides, 1], m.tensor.data_ptr() - min(starts)))
     views[0].fill_(True)
     return bool(views[1].any())

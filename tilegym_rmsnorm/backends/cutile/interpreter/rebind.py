@@ -116,12 +116,9 @@ def _axis(axis: int) -> int:
     return axis
 
 
+_PLAIN = ct.DType, enum.EnumMeta
 _OPERATIONS = {
-    **{
-        name: getattr(ct, name)
-        for name in ct.__all__
-        if isinstance(getattr(ct, name), (ct.DType, enum.EnumMeta))
-    },
+    **{name: getattr(ct, name) for name in ct.__all__ if isinstance(getattr(ct, name), _PLAIN)},
     **{name: getattr(module, name) for module in (ops, arrays, atomics) for name in module.__all__},
 }
 _BUILTINS = dict(vars(builtins), range=Range, min=_min, max=_max)
