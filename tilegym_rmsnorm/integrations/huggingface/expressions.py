@@ -96,10 +96,8 @@ class Reader:
         # These make the expression of a call of a tensor's method of that name, and of a function.
         self.methods, self.functions = dict(_METHODS), dict(_FUNCTIONS)
         self.depth = self.statements = 0
-        self.values: dict[
-            str, Any
-        ] = {}  # the locals of the call that is read, and the globals of its function
-        self.globals: dict[str, Any] = {}
+        # Of the call that is read: its locals, and the globals of its function.
+        self.values, self.globals = dict[str, Any](), dict[str, Any]()
 
     def read(
         self, function: FunctionType, given: list[Any], named: dict[str, Any], is_forward: bool = False

@@ -40,7 +40,8 @@ _INTERFACE_4 = re.compile(
 )
 _ATTENTION = ("transformers.integrations.sdpa_attention", "transformers.integrations.flash_attention")
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # others may compute with the keys
-_Q_AND_K = ("query", "key", "key_states")  # names in an eager function, and all that it may do with them:
+_Q_AND_K = ("query", "key", "key_states")  # in an eager function
+# All that it may do with q and k.
 _IN_EAGER = (
     "key_states = repeat_kv(key, module.num_key_value_groups)",
     "causal_mask = attention_mask[:, :, :, :key_states.shape[-2]]",
