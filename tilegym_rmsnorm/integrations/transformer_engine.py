@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tilegym_rmsnorm import functional
 from tilegym_rmsnorm.call.arithmetic import promoted
-from tilegym_rmsnorm.call.options import checked_bool, checked_eps, fail, refuse_torch_jit_script
+from tilegym_rmsnorm.call.options import checked_bool, checked_eps, refuse_torch_jit_script
 from tilegym_rmsnorm.call.validation import check_input, checked_dtype, checked_sizes_of_weight
 
 
@@ -71,7 +71,9 @@ class RMSNorm(nn.Module):
         if dtype is not None and params_dtype is not None:
             raise RuntimeError("expected one of dtype and params_dtype, its old name; both are given")
         if any(sm_margin.values()) if isinstance(sm_margin, Mapping) else sm_margin:
-            fail(ValueError, "sm_margin", "0", f"{sm_margin}; tilegym_rmsnorm.set_sm_margin leaves SMs free")
+            raise ValueError(
+                f"sm_margin: expected 0, got {sm_margin}; tilegym_rmsnorm.set_sm_margin leaves SMs free"
+            )
         checked_eps(eps)
         checked_bool("zero_centered_gamma", zero_centered_gamma)
         dtype = checked_dtype("dtype", dtype) or checked_dtype("params_dtype", params_dtype)

@@ -283,11 +283,15 @@ class Unchanging:
             child = getattr(module, name, None)
             if child is None or _leaves_input(child, is_norm):
                 continue
-            done, may = f"uses what {name} returns", "return what is no tensor"
-            if name in self.called:
-                done, may = f"calls {name}", "change its input"
             kind = type(child).__name__
-            raise Unclear(f"its forward {done} between a norm and its rotation, and a {kind} may {may}")
+            if name in self.called:
+                raise Unclear(
+                    f"its forward calls {name} between a norm and its rotation, and a {kind} may change its input"
+                )
+            raise Unclear(
+                f"its forward uses what {name} returns between a norm and its rotation, and a {kind} may return what "
+                "is no tensor"
+            )
         for names in sorted(self.read):
             owner = module if len(names) == 1 else getattr(module, names[0], None)
             if owner is not module and not _has_plain_attributes(owner, names[1]):
