@@ -208,6 +208,7 @@ def targets(graph: torch.fx.Graph) -> set[str]:
     return {str(node.target).partition(".")[0] for node in graph.nodes if node.op == "call_function"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "of_pytorch", "strict"),
     [(FP32, False, False), (BF16, False, True), (FP16, True, False), (BF16, True, True)],
@@ -233,6 +234,7 @@ def test_an_exported_program_without_ops(dtype, of_pytorch, strict):
             assert torch.equal(result, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP64, BF16], ids=str)
 def test_a_step_without_ops(dtype):
     """The backwards are decomposed too."""

@@ -341,6 +341,7 @@ IN_GRAPHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "name"), IN_GRAPHS, ids=str)
 def test_refused_in_the_first_compiled_call(arguments, name):
     torch._dynamo.reset()

@@ -108,6 +108,7 @@ def test_autocast_changes_nothing_in_a_norm_that_is_written_out(monkeypatch):
         assert torch.equal(norm(rows(torch.bfloat16)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -306,6 +307,7 @@ def test_strides_of_products_in_any_order(norm_written, statement, dtype):
         ours(x).view(8, 5, WIDTH)  # as the original's
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 def test_strides_of_compiled_products(norm_written, is_first):
     torch._dynamo.reset()
