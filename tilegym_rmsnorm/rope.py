@@ -13,13 +13,11 @@ from torch.overrides import handle_torch_function
 from tilegym_rmsnorm.call.options import refuse_torch_jit_script
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
-from tilegym_rmsnorm.ops.rope import eager, op
 from tilegym_rmsnorm.ops.rope.checks import checked_rope
-from tilegym_rmsnorm.ops.rope.op import rope_in_graph
-from tilegym_rmsnorm.ops.rope.passes import KNOWN, known_call, rope_by_operations
+from tilegym_rmsnorm.ops.rope.op import CALLS, rope_in_graph
+from tilegym_rmsnorm.ops.rope.passes import known_call
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS, RopeOutputs, RopeRounding
-from tilegym_rmsnorm.routes.choose import OP, OPERATIONS, UNTRACED, route_of
-from tilegym_rmsnorm.routes.known_calls import run_and_remember
+from tilegym_rmsnorm.routes.by_library_ops import run_checked
 from tilegym_rmsnorm.settings import BackendName
 
 __all__ = ["qk_norm_rope", "rms_norm_rope"]
@@ -89,7 +87,7 @@ def qk_norm_rope(
     if is_traced():
         if k is not None and (result := rope_in_graph(tensors, others, backend)) is not None:
             return result
-    elif (known := KNOWN.find(known_call(tensors, others, backend))) is not None:
+    elif (known := CALLS.known.find(known_call(tensors, others, backend))) is not None:
         return known(tensors)
     if has_torch_function(*tensors):
         options: dict[str, Any] = _named(others) | {"position_ids": position_ids, "backend": backend}
@@ -143,7 +141,7 @@ def rms_norm_rope(
     if is_traced():
         if (result := rope_in_graph(tensors, others, backend)) is not None:
             return result[0]
-    elif (known := KNOWN.find(known_call(tensors, others, backend))) is not None:
+    elif (known := CALLS.known.find(known_call(tensors, others, backend))) is not None:
         return known(tensors)[0]
     if has_torch_function(*tensors):
         options: dict[str, Any] = _named(others) | {"position_ids": position_ids, "backend": backend}
@@ -163,22 +161,7 @@ def _named(others: tuple[Any, ...]) -> dict[str, Any]:
 def _checked(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: str | None) -> RopeOutputs:
     """Run a call with all checks; Dynamo traces this. The result has None in the place of k_out where k is None."""
     checked = checked_rope(*tensors, **_named(others))
-    _, plain, _, spec, _ = checked
-    route = route_of(checked, backend, is_differentiable=True)
-    if route.name == UNTRACED:
-        return _untraced_checked(tensors, others, route.call.backend)
-    if route.name == OP:
-        return op.call_forward(plain, route.call)
-    if route.name == OPERATIONS:
-        return rope_by_operations(plain, spec)
-    return run_and_remember(
-        KNOWN,
-        lambda: known_call(tensors, others, backend),
-        tensors,
-        plain,
-        route.call.forward,
-        lambda is_kept: eager.bind(plain, route.call, is_kept),
-    )
+    return run_checked(CALLS, tensors, others, backend, checked, _untraced_checked)
 
 
 _untraced_checked = untraced(_checked)

@@ -17,7 +17,6 @@ from operator import itemgetter
 from typing import Any
 
 from tilegym_rmsnorm.call.arithmetic import default_eps
-from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import OfPlainType
 from tilegym_rmsnorm.call.validation import are_equal_in_graph
 from tilegym_rmsnorm.ops.rope import passes
@@ -31,9 +30,10 @@ from tilegym_rmsnorm.ops.rope.spec import (
     RopeOutputs,
     wanted_of,
 )
-from tilegym_rmsnorm.routes import gradients, known_calls, library_op
+from tilegym_rmsnorm.routes import known_calls, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
-from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run
+from tilegym_rmsnorm.routes.by_library_ops import OpCalls, gradients_of_op
+from tilegym_rmsnorm.routes.known_calls import Run
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, Tensors
 from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
@@ -51,19 +51,6 @@ SCHEMAS = {
         " -> (Tensor dq, Tensor? dk, Tensor? dq_weight, Tensor? dk_weight)"
     ),
 }
-
-
-def call_forward(tensors: tuple[Any, ...], call: Call) -> RopeOutputs:
-    """Call the forward op on the tensors of a checked forward."""
-    return library_op.call(FORWARD_OP, tensors, (*call.spec[1:], call.backend))
-
-
-def gradients_of(
-    call: Call, known: KnownCalls | None, tensors: tuple[Any, ...], wanted: int
-) -> RopeGradients:
-    """Compute the gradients of an eager call, of the weights where `wanted` has their bits, in the weights' dtypes.
-    tensors: of a backward."""
-    return gradients.of_call(BACKWARD_OP, known, tensors, (wanted, *call.spec[1:], call.backend))
 
 
 def _known_backward(tensors: Tensors, options: Options) -> Any:
@@ -107,7 +94,7 @@ class RopeFunction(RecordedFunction):
 def _recording(run: Run, tensors: Tensors, options: Options) -> Recording:
     _check_forward(*tensors, *options)
     return passes.recording(
-        run, lambda tensors, wanted: gradients.of_op(BACKWARD_OP, tensors, (wanted, *options))
+        run, lambda tensors, wanted: gradients_of_op(BACKWARD_OP, tensors, (wanted, *options))
     )
 
 
@@ -184,6 +171,7 @@ BACKWARD_OP = LibraryOp(
     rules=lambda *arguments: _sharding_rules(4, arguments),
 )
 FORWARD, BACKWARD = library_op.define(FORWARD_OP), library_op.define(BACKWARD_OP)
+CALLS = OpCalls(FORWARD_OP, BACKWARD_OP, known_calls.shared(), passes.recording)
 
 
 def rope_in_graph(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> Any:

@@ -29,9 +29,8 @@ from tilegym_rmsnorm.ops.rope.spec import (
     RopeWanted,
 )
 from tilegym_rmsnorm.routes.autograd import Recording
-from tilegym_rmsnorm.routes.known_calls import call_of, shared
+from tilegym_rmsnorm.routes.known_calls import call_of
 
-KNOWN = shared()  # calls of `qk_norm_rope`
 Tensors = tuple[Any, ...]
 
 
