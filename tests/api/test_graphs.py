@@ -8,7 +8,7 @@ import by_address
 import pytest
 import torch
 import torch.nn.functional as F
-from every_op import assert_same_bits, ends, of_each_op
+from every_op import assert_same_bits, ends, of_each_op, of_options
 from helpers import BF16, FP16, FP32, FP64
 from torch import nn
 from torch.export import Dim, default_decompositions, export
@@ -48,6 +48,28 @@ def test_compiled_in_one_graph_with_the_bits_of_eager_calls(op, kind, dynamic):
     graph = torch.compile(first.public, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for call in (first, op.make(op.longer(kind), seed=1)):
         assert_same_bits(call.both_passes(graph), call.both_passes())
+
+
+@of_each_op(of_options)
+def test_each_option_in_a_graph(op, kind):
+    torch._dynamo.reset()
+    call = op.make(kind)
+    options = [{name: value} for name, values in op.options[1].items() for value in values]
+
+    def calls(*tensors):
+        return [result for changes in options for result in call.public(*tensors, **changes)]
+
+    graph = torch.compile(calls, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (graph, calls):
+        leaves = call.recorded()
+        results = function(*leaves, *call.fixed.values())
+        total = sum(each.sin().sum().double() / (i + 1) for i, each in enumerate(results))
+        found.append((results, torch.autograd.grad(total, leaves)))
+    (of_graph, gradients), (expected, expected_gradients) = found
+    assert_same_bits(of_graph, expected)
+    for one, other in zip(gradients, expected_gradients, strict=True):  # added up in another order
+        assert (one - other).double().norm() <= 2e-2 * other.double().norm()
 
 
 class Calling(torch.nn.Module):

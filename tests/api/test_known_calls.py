@@ -16,7 +16,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from every_op import assert_same_bits, each_op, note_unknown, of_each_op, present, usual
+from every_op import assert_same_bits, each_op, note_unknown, of_each_op, of_options, present, usual
 from helpers import BF16, DEVICE, settle_interpreters
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -459,6 +459,29 @@ def test_a_tensor_that_is_another_kind_makes_another_call(op):
                 found.append(first.public(*given.values(), backend="cutile"))
             assert [each.requires_grad for each in found[0]] == [each.requires_grad for each in found[1]]
             assert_same_bits(*found)
+
+
+@each_op
+def test_every_option_is_tried(op):
+    """One that is not part of the key would be ignored by all calls but the first."""
+    parameters = inspect.signature(op.function).parameters.items()
+    options = {name for name, each in parameters if "Tensor" not in each.annotation}
+    assert set(op.options[1]) == options - {"normalized_shape", "backend"}
+
+
+@pytest.mark.usefixtures("known_kernels")
+@of_each_op(of_options)
+def test_an_option_is_part_of_a_known_call(op, kind):
+    call = op.make(kind)
+    for name, values in op.options[1].items():
+        for value in values:
+            call.both_passes(backend="cutile", **{name: value})
+        found = [call.both_passes(backend="cutile", **{name: value}) for value in values]
+        for value, known in zip(values, found, strict=True):
+            known_calls.forget()
+            assert_same_bits(known, call.both_passes(backend="cutile", **{name: value}))
+        for one, other in itertools.combinations(found, 2):
+            assert not all(map(torch.equal, one, other)), f"{name} changes nothing"
 
 
 @pytest.mark.usefixtures("known_kernels")

@@ -76,6 +76,9 @@ class Op(NamedTuple):
     few: tuple[str, ...]  # of kinds, for laws that take long
     smooth: Mapping[str, Any]  # small calls in float64, for numerical derivatives
     alike: Any  # a kind of which each tensor may be another one's, too
+    options: tuple[
+        Any, Mapping[str, tuple[Any, ...]]
+    ]  # a kind, and of each option values by which its results differ
     placed: Mapping[str, Any]  # small calls, whose rows may be sharded in all dimensions but the last
     longer: Callable[[Any], Any]  # a kind with more rows
     wanted: Callable[[Any], Sequence[int]]  # of a kind, what the backward's op may be asked for
@@ -213,6 +216,13 @@ _NORM = Op(
         ),
     },
     Variant(FP32, (6, 40), residual_dtype=FP32, bias_dtype=FP32),
+    (
+        Variant(BF16, (6, 40), residual_dtype=BF16),
+        {
+            **{"eps": (None, 0.5), "offset": (0.0, 1.0), "casting": ("once", "llama")},
+            **{"residual_alpha": (1.0, 0.25), "residual_dtype": (None, FP32), "out_dtype": (None, FP32)},
+        },
+    ),
     {
         "as F.rms_norm": _PLACED,
         "offset": _PLACED._replace(offset=1.0),
@@ -233,6 +243,10 @@ _PAIRS |= {
     "the norm rounded": _POSITIONS._replace(rounding="norm"),
     "each rounded": _POSITIONS._replace(casting="llama", rounding="each"),
     "all": rope_cases.CASES["all"]._replace(table_dtype=FP32),  # public calls take it, or that of q
+}
+_ROPE_OPTIONS = {
+    **{"eps": (None, 0.5), "offset": (0.0, 1.0), "casting": ("once", "llama"), "rotary_dim": (64, 32)},
+    **{"interleaved": (False, True), "rope_rounding": ("end", "norm", "each")},
 }
 _ROPE = Op(
     qk_norm_rope,
@@ -255,6 +269,7 @@ _ROPE = Op(
         "positions": _SMOOTH_ROPE._replace(batch=2, positions="each"),
     },
     RopeCase(FP32, heads=(4, 4)),
+    (_PAIRS["half tables"], _ROPE_OPTIONS),
     {
         **{
             f"{weight}, tables {rows}": _PLACED_ROPE._replace(weight=(weight, weight), has_rows_of_batch=own)
@@ -287,6 +302,7 @@ OPS = (
         usual=tuple(_ONE),
         few=("one tensor",),
         alike=RopeCase(FP32, heads=(4, 0)),
+        options=(rope_cases.CASES["without k"]._replace(tables="half"), _ROPE_OPTIONS),
         placed={"one tensor": _PLACED_ROPE._replace(heads=(4, 0))},
         smooth={"one tensor": _SMOOTH_ROPE._replace(heads=(3, 0))},
     ),
@@ -309,6 +325,10 @@ def ends(op: Op) -> dict[str, Any]:
 
 def fewest(op: Op) -> dict[str, Any]:
     return {op.few[-1]: op.kinds[op.few[-1]]}
+
+
+def of_options(op: Op) -> dict[str, Any]:
+    return {"options": op.options[0]}
 
 
 def of_each_op(kinds: Callable[[Op], Mapping[str, Any]] = few) -> pytest.MarkDecorator:
