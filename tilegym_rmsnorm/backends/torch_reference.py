@@ -32,15 +32,16 @@ def _norm_forward(tensors: ForwardTensors, spec: Spec) -> Outputs:
     return y, rstd.reshape(-1), residual_out
 
 
-def _registered(op: Any, formula: Callable[..., tuple[Tensor | None, ...]]) -> Any:
+def _registered(op: Any, formula: Callable[..., Any]) -> Any:
     """Register and return the function of an op. formula: of tensors, a spec, and of a backward what is wanted."""
 
     @torch.no_grad()
-    def run(spec: Any, tensors: Any, *wanted: Any) -> tuple[Tensor | None, ...]:
+    def run(spec: Any, tensors: Any, *wanted: Any) -> Any:
+        results = formula(tensors, spec, *wanted)
         # PyTorch's operations keep the order of their input's strides.
-        return tuple(
-            [None if each is None else each.contiguous() for each in formula(tensors, spec, *wanted)]
-        )
+        if isinstance(results, Tensor):
+            return results.contiguous()
+        return tuple([None if each is None else each.contiguous() for each in results])
 
     return register_impl(op, "torch")(run)
 

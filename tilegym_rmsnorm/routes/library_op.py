@@ -198,12 +198,16 @@ def one_by_one(overload: Any, info: Any, in_dims: tuple[int | None, ...], *argum
         pairs = zip(arguments, in_dims, strict=True)
         moved = [(each if dim is None else each.movedim(dim, 0), dim) for each, dim in pairs]
         one = [each if dim is None else each.new_zeros(each.shape[1:]) for each, dim in moved]
-        results = tuple(None if each is None else each.new_empty(0, *each.shape) for each in overload(*one))
+        found = [overload(*one)]
     else:
-        each_results = [overload(*of_batch(i)) for i in range(info.batch_size)]
-        columns = zip(*each_results, strict=True)
-        results = tuple(None if column[0] is None else torch.stack(column) for column in columns)
-    return results, tuple(None if each is None else 0 for each in results)
+        found = [overload(*of_batch(i)) for i in range(info.batch_size)]
+    is_one = isinstance(found[0], Tensor)  # such an op returns no tuple
+    columns = zip(*([each] if is_one else each for each in found), strict=True)
+    results = tuple(None if column[0] is None else torch.stack(column) for column in columns)
+    if info.batch_size == 0:
+        results = tuple(None if each is None else each[:0] for each in results)
+    of_batch_dim = tuple(None if each is None else 0 for each in results)
+    return (results[0], 0) if is_one else (results, of_batch_dim)
 
 
 def _backend_in_effect(backend: str | None, x: Tensor) -> str | None:
