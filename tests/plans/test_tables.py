@@ -34,7 +34,6 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
 from tilegym_rmsnorm.backends.cutile.runtime import tables, toolchain
-from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates
 from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
@@ -211,7 +210,8 @@ def test_the_interpreter_has_no_tables(folders, monkeypatch):
     """Nor does it read files for the versions of a toolkit, a hundred times in a test of batch sizes."""
     tables.update(folders[0], TARGET, [ENTRY])
     monkeypatch.setattr(toolchain, "package_version", lambda name: pytest.fail(f"asks for {name}"))
-    facts = InterpretedMachine().facts
+    machine = pytest.importorskip("tilegym_rmsnorm.backends.cutile.runtime.machine", exc_type=ImportError)
+    facts = machine.InterpretedMachine().facts
     assert facts.target is None and chosen(facts=facts) == rule()
 
 
@@ -221,7 +221,9 @@ def test_launch_asks_for_the_size_class_and_keeps_one_plan_for_all_its_batch_siz
     from tilegym_rmsnorm.backends.cutile.host import norm
     from tilegym_rmsnorm.backends.cutile.plans import sizes
 
-    monkeypatch.setattr(InterpretedMachine, "facts", InterpretedMachine.facts._replace(target=TARGET))
+    machine = pytest.importorskip("tilegym_rmsnorm.backends.cutile.runtime.machine", exc_type=ImportError)
+    facts = machine.InterpretedMachine.facts._replace(target=TARGET)
+    monkeypatch.setattr(machine.InterpretedMachine, "facts", facts)
     monkeypatch.setattr(sizes, "FEW_ROWS", 5)
     monkeypatch.setattr(sizes, "SMALL", 10 * 64)
     asked, plan_for = [], norm.plan_for
