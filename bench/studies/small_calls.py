@@ -38,15 +38,7 @@ from bench.measure.session import this_device
 from bench.measure.shapes import DTYPES
 from bench.providers.ours import EPS
 from bench.studies.host import sample_in_turn, without_grad
-from tilegym_rmsnorm import (
-    RMSNorm,
-    override_aten,
-    patch_model,
-    qk_norm_rope,
-    rms_norm,
-    settings,
-    use_backend,
-)
+from tilegym_rmsnorm import RMSNorm, override_aten, patch_model, qk_norm_rope, rms_norm, settings, use_backend
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.routes import known_calls
 
@@ -280,10 +272,7 @@ def pairs_of_traces(
     x, w = torch.randn(size, dtype=dtype, device=device), torch.ones(size[1], dtype=dtype, device=device)
     of_norm = [lambda x, w, f=f: (f(x, w.shape, w, EPS),) for f in (rms_norm, F.rms_norm)]
     of_rope = [lambda *given: qk_norm_rope(*given, eps=EPS), norms_and_rotation]
-    forms = (
-        ("rms_norm", of_norm, (x, w)),
-        ("qk_norm_rope", of_rope, rope_tensors(size[0], dtype, device)),
-    )
+    forms = (("rms_norm", of_norm, (x, w)), ("qk_norm_rope", of_rope, rope_tensors(size[0], dtype, device)))
     for label, functions, tensors in forms:
         yield f"trace of {label}", *(traced(function, tensors) for function in functions)
 

@@ -26,13 +26,7 @@ from tilegym_rmsnorm.backends.cutile.host.warm import kind_of, rows_to_warm  # n
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward, Launcher, plan_for  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy, Problem  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
-    FEW_ROWS,
-    SIZES,
-    SMALL,
-    rows_of_class,
-    size_class,
-)
+from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_ROWS, SIZES, SMALL, rows_of_class, size_class  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.runtime import tables  # noqa: E402
 
 WIDTHS = (1, 64, 1000, 1024, 2880, 4096, 5000, 16384, 18432, 40000, 65536)

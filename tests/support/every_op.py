@@ -282,11 +282,7 @@ _ROPE = Op(
     },
     lambda case: case._replace(batch=case.batch + 1, length=case.length + 2),
     lambda case: range(4),
-    (
-        (rope, "checked_rope"),
-        (rope_op, "checked_rope"),
-        (rope_op, "checked_rope_backward"),
-    ),
+    ((rope, "checked_rope"), (rope_op, "checked_rope"), (rope_op, "checked_rope_backward")),
     _plan_of_rope,
 )
 _ONE = {

@@ -168,10 +168,7 @@ ARITHMETICS: dict[str, tuple[str, tuple[Expression, ...]]] = {
         (("if", _SWITCH, _ONCE, _WEIGHTLESS),),
     ),
     "no weight": ("x * rstd in float32, then rounded to x's dtype", (_WEIGHTLESS,)),
-    "t5": (
-        "as llama where weight is half, else x * rstd * weight in float32, which is y's dtype",
-        (_T5,),
-    ),
+    "t5": ("as llama where weight is half, else x * rstd * weight in float32, which is y's dtype", (_T5,)),
     "torch": (
         "torch.nn.functional.rms_norm over the last dimension",
         tuple(("rms_norm", X, shape, _W, _EPS) for shape in _TORCH_SHAPES),

@@ -20,14 +20,7 @@ from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import check_memory, savable
 from tilegym_rmsnorm.ops.rope.checks import names_of
 from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
-from tilegym_rmsnorm.ops.rope.spec import (
-    OF_K,
-    OF_Q,
-    RopeGradients,
-    RopeOutputs,
-    RopeSpec,
-    RopeWanted,
-)
+from tilegym_rmsnorm.ops.rope.spec import OF_K, OF_Q, RopeGradients, RopeOutputs, RopeSpec, RopeWanted
 from tilegym_rmsnorm.routes.autograd import Recording
 from tilegym_rmsnorm.routes.known_calls import call_of
 

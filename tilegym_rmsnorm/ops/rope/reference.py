@@ -137,9 +137,7 @@ def rotated_back(dy: Tensor, tables: Tables, spec: RopeSpec) -> Tensor:
     first, second = split_pairs(_rotated_part(dy, spec), spec.interleaved)
     first_cos, second_cos, first_sin, second_sin = tables
     turned = joined_pairs(
-        first * first_cos + second * second_sin,
-        second * second_cos - first * first_sin,
-        spec.interleaved,
+        first * first_cos + second * second_sin, second * second_cos - first * first_sin, spec.interleaved
     )
     return turned if spec.rotary_dim == spec.n else torch.cat((turned, dy[..., spec.rotary_dim :]), -1)
 

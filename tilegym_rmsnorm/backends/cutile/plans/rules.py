@@ -12,12 +12,7 @@ import dataclasses
 import math
 from typing import Any
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import (
-    MOST_MEMBERS,
-    Split,
-    Team,
-    two_tiles,
-)
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Team, two_tiles
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID_Y
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
