@@ -6,6 +6,8 @@
 test_four_processes.py starts it: python tests/distributed/laws_of_dtensors.py
 """
 
+import itertools
+
 import processes
 import torch
 import torch._dynamo  # noqa: F401  (a DTensor imports it; here once, before the processes are forked)
@@ -45,16 +47,21 @@ def sharded_alike(mesh):
                 assert compare(call, mesh, places, at) == (0, [(at,)] * len(call.dys)), (op.name, kind, dim)
 
 
-def one_tensor_sharded_otherwise(mesh):
-    """One leaf of rows alone, in each dimension: also within rows, of which each process then has a part."""
-    for op, kind in KINDS:
-        call = op.make(op.longer(op.longer(kind)), device="cpu")
-        leaves = list(call.leaves.values())
-        for index, leaf in enumerate(leaves):
-            for dim in range(leaf.ndim) if leaf.ndim == leaves[0].ndim else ():
-                places = [Shard(dim) if i == index else Replicate() for i in range(len(leaves))]
-                compare(call, mesh, places, Replicate())
+def sharded_otherwise(mesh):
+    """Leaves of rows in every dimension, each in another one or none: also within rows, which a process then has a
+    part of."""
+    for op, kinds in itertools.groupby(KINDS, lambda each: each[0]):
+        calls = [op.make(op.longer(op.longer(kind)), device="cpu") for _, kind in kinds]
+        call = max(
+            calls, key=lambda call: [leaf.ndim for leaf in call.leaves.values()].count(call.dys[0].ndim)
+        )
+        shapes = [leaf.ndim for leaf in call.leaves.values()]
+        choices = [Replicate(), *map(Shard, range(max(shapes)))]
+        for places in itertools.product(
+            *(choices if ndim == max(shapes) else [Replicate()] for ndim in shapes)
+        ):
+            compare(call, mesh, places, Replicate())
 
 
 if __name__ == "__main__":
-    processes.run(sharded_alike, one_tensor_sharded_otherwise)
+    processes.run(sharded_alike, sharded_otherwise)
