@@ -43,6 +43,7 @@ def _registered(op: Any, formula: Callable[..., Any]) -> Any:
             return results.contiguous()
         return tuple([None if each is None else each.contiguous() for each in results])
 
+    run.__name__ = run.__qualname__ = op
     return register_impl(op, "torch")(run)
 
 

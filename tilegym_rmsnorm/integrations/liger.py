@@ -10,6 +10,7 @@ gradients are not overwritten, and the shape decides which kernel runs.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from numbers import Integral
 from types import FunctionType, MethodType
 from typing import Any
@@ -97,20 +98,13 @@ def _casting(mode: str | int) -> Casting:
 
 
 class _Norm(nn.Module):
-    """Base of the modules: checks the arguments, and keeps them under Liger's names beside the weight. A subclass may
-    set other defaults for its base's constructor, from eps on."""
+    """Base of the modules: checks the arguments, and keeps them under Liger's names beside the weight."""
 
     weight: Any
     __prepare_scriptable__ = refuse_torch_jit_script
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = False,
+        self, hidden_size: int, eps: float, offset: float, casting_mode: str, init_fn: str, in_place: bool
     ) -> None:
         super().__init__()
         check_one_of("init_fn", init_fn, INITIAL)
@@ -121,19 +115,6 @@ class _Norm(nn.Module):
         self.variance_epsilon, self.offset = eps, offset
         self.casting_mode, self.in_place = casting_mode, in_place
         self.weight = nn.Parameter(INITIAL[init_fn](torch.empty(shape)))
-
-    def extra_repr(self) -> str:
-        return f"eps={self.variance_epsilon}, offset={self.offset}, in_place={self.in_place}"
-
-    def __init_subclass__(cls: Any, defaults: tuple[Any, ...] = (), **others: Any) -> None:
-        super().__init_subclass__(**others)
-        if defaults:  # a copy of the constructor, so that signatures, errors and tracebacks name this class
-            init: Any = cls.__init__
-            cls.__init__ = FunctionType(
-                init.__code__, init.__globals__, "__init__", defaults, init.__closure__
-            )
-            cls.__init__.__annotations__ = init.__annotations__
-            cls.__init__.__qualname__ = f"{cls.__qualname__}.__init__"
 
 
 class LigerRMSNorm(_Norm):
@@ -180,11 +161,14 @@ class LigerRMSNorm(_Norm):
 
     def extra_repr(self) -> str:
         shape = None if self.weight is None else tuple(self.weight.shape)
-        return f"weight_shape={shape}, {super().extra_repr()}, row_mode={self.row_mode}"
+        return (
+            f"weight_shape={shape}, eps={self.variance_epsilon}, offset={self.offset}, "
+            f"in_place={self.in_place}, row_mode={self.row_mode}"
+        )
 
 
 class _OfAModel(LigerRMSNorm):
-    """`LigerRMSNorm` without elementwise_affine."""
+    """`LigerRMSNorm` without elementwise_affine. A subclass may set other defaults: those of eps to row_mode."""
 
     def __init__(
         self,
@@ -197,6 +181,16 @@ class _OfAModel(LigerRMSNorm):
         row_mode: bool | None = None,
     ) -> None:
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+    def __init_subclass__(cls: Any, defaults: tuple[Any, ...] = (), **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if defaults:  # a copy of the constructor, so that signatures, errors and tracebacks name this class
+            init: Any = _OfAModel.__init__
+            cls.__init__ = FunctionType(
+                init.__code__, init.__globals__, "__init__", defaults, init.__closure__
+            )
+            cls.__init__.__annotations__ = init.__annotations__
+            cls.__init__.__qualname__ = f"{cls.__qualname__}.__init__"
 
 
 class LigerRMSNormForGemma(_OfAModel, defaults=(1e-6, 1.0, "gemma", "zeros", True, None)):
@@ -253,7 +247,7 @@ class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
     """`LigerRMSNormForOlmo2` by another name."""
 
 
-class LigerFusedAddRMSNorm(_Norm, defaults=(1e-6, 0.0, "llama", "ones", False)):
+class LigerFusedAddRMSNorm(_Norm):
     """`liger_kernel.transformers.fused_add_rms_norm.LigerFusedAddRMSNorm`, with the same parameters, attributes and
     state dict, and the errors of `LigerRMSNorm`. `forward(hidden_states, residual)` returns the norm of their sum, and
     the sum.
@@ -267,13 +261,27 @@ class LigerFusedAddRMSNorm(_Norm, defaults=(1e-6, 0.0, "llama", "ones", False)):
         in_place: No effect.
     """
 
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
+
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return liger_fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, {super().extra_repr()}"
+        return (
+            f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, offset={self.offset}, "
+            f"in_place={self.in_place}"
+        )
 
 
 def apply_to(model: nn.Module) -> list[str]:
@@ -294,12 +302,7 @@ def apply_to(model: nn.Module) -> list[str]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    # A model has Liger's norms only where Liger is already imported.
-    theirs = [
-        sys.modules.get(f"liger_kernel.transformers.{name}") for name in ("rms_norm", "fused_add_rms_norm")
-    ]
-    found_in = [(getattr(each, name, None), ours) for each in theirs for name, ours in OURS.items()]
-    forwards: dict[Any, Any] = {cls.forward: ours for cls, ours in found_in if cls is not None}
+    forwards = dict(_forwards_of_liger())
     changed = []
     for name, module in model.named_modules():
         found = getattr(module.forward, "__func__", None)
@@ -316,3 +319,12 @@ OURS = {
     "LigerRMSNormForMuseGlimmer": LigerRMSNorm.forward,
     "LigerFusedAddRMSNorm": LigerFusedAddRMSNorm.forward,
 }
+
+
+def _forwards_of_liger() -> Iterator[tuple[Any, Any]]:
+    """Yield each forward of Liger's, and ours. A model has Liger's norms only where Liger is already imported."""
+    for module in ("rms_norm", "fused_add_rms_norm"):
+        theirs = sys.modules.get(f"liger_kernel.transformers.{module}")
+        for name, ours in OURS.items():
+            if hasattr(theirs, name):
+                yield getattr(theirs, name).forward, ours

@@ -3,8 +3,8 @@
 
 """Run public calls of an op, and the gradients that autograd asks for, by what its two library ops say of themselves.
 
-For ops of which the library ops take the tensors of a backend in its order, behind them the fields of the Spec after n,
-then the backend. The backward takes a number before those: which gradients are wanted. Here `tensors` are such tensors,
+Use it for an op whose library ops take the tensors of a backend in its order, then the fields of the Spec after n, then
+the backend. The backward takes one number before these: which gradients are wanted. Here `tensors` are such tensors,
 and `options` all that is behind them.
 
 Under create_graph PyTorch's operations compute gradients, which are differentiable again. Hooks or `tensor.data = ...`
@@ -105,7 +105,7 @@ def _gradients(op: LibraryOp, known: KnownCalls | None, tensors: Tensors, option
 
 
 def gradients_of_op(op: LibraryOp, tensors: Tensors, options: Options) -> Any:
-    """Compute the gradients of a forward op, given that of its backward."""
+    """Compute the gradients of a forward op. op: the backward's; options: those of the backward."""
     if choose.why_create_graph() is None:
         return call(op, tensors, options)
     return op.by_operations(op.check(*tensors, *options))

@@ -73,8 +73,8 @@ class LibraryOp:
     rules: Callable[..., Any]  # placements of results and arguments on one dimension of a mesh
     # The results of a call for which no backend is asked; None: a backend is.
     without_backend: Callable[[CheckedCall], Any] = lambda _: None
-    # How autograd records a forward, from a function of its tensors that runs the op, its tensors and its options, of
-    # which the backend is the one in effect. None: autograd differentiates `by_operations`.
+    # returns the `Recording` of a forward; it gets a function of the tensors that runs the op, the tensors, and the
+    # options with the backend in effect. None: autograd differentiates `by_operations`.
     recording: Callable[[Run, Tensors, Options], Recording] | None = None
     node: type[RecordedFunction] = RecordedFunction
     map: Callable[..., Any] | None = None  # for vmap; None: `one_by_one`

@@ -54,10 +54,12 @@ def folded(
     ) -> tuple[Any, Any]:
         """Return what `rotary` returns for normalized q and k."""
         q_norm, k_norm = getattr(module, q_name), getattr(module, k_name)
-        call: Any = _Apart(q_norm, "its rotary embedding was replaced")
+        call: Any
         if known.is_current(rotary):
             is_turned = (q_turned, k_turned)
             call = outside_of_trace(_call_of, q_norm, k_norm, q, k, cos, sin, known, is_turned)
+        else:
+            call = _Apart(q_norm, "its rotary embedding was replaced")
         if not isinstance(call, _Apart):
             rounding = _rounding_of(q, cos, call[1].plan.out_dtype, known, receivers, module, cache)
             if rounding is None:

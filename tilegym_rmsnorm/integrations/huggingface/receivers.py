@@ -176,6 +176,7 @@ def _is_attention(
 
 
 def uses(names: Collection[str], *nodes: ast.AST) -> bool:
+    """Return whether nodes read or bind one of these names."""
     return any(isinstance(each, ast.Name) and each.id in names for node in nodes for each in ast.walk(node))
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class PatchedNorm(NamedTuple):
@@ -96,24 +96,28 @@ class PatchReport:
     @property
     def counts(self) -> dict[str, int]:
         """Count the entries of each field, by its name."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "if_nothing"}
-        return {name: len(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        names = "patched", "layers", "attention", "declined", "restored"
+        counts = {name: len(getattr(self, name)) for name in names}
+        return counts | {"already": self.already, "apart": len(self.apart)}
 
     def __str__(self) -> str:
-        sections: dict[str, Any] = {"patched": self.patched, "layers": self.layers}
-        sections |= {"attention": self.attention, "run apart": self.apart}
-        sections |= {"declined": self.declined, "restored": self.restored}
-        lines = [line for title, entries in sections.items() for line in _section(title, entries)]
+        lines = [
+            *_section("patched", [(n.class_name, n.arithmetic, n.name) for n in self.patched]),
+            *_section("layers", [(n.class_name, ", ".join(n.norms), n.name) for n in self.layers]),
+            *_section("attention", [(n.class_name, ", ".join(n.norms), n.name) for n in self.attention]),
+            *_section("run apart", [(n.class_name, n.reason, n.name) for n in self.apart]),
+            *_section("declined", [(n.class_name, n.reason, n.name) for n in self.declined]),
+            *_section("restored", [(n.class_name, "", n.name) for n in self.restored]),
+        ]
         if self.already:
             lines.append(f"patched before: {self.already}")
         return "\n".join(lines) or self.if_nothing
 
 
-def _section(title: str, entries: Iterable[tuple[Any, ...]]) -> list[str]:
+def _section(title: str, entries: Iterable[tuple[str, str, str]]) -> list[str]:
     """Write a line for each class and detail: how many there are, and the name of the first."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, class_name, *details in entries:  # one detail, a text or the names of norms, or none
-        detail = ", ".join(details[0] if details and isinstance(details[0], tuple) else details)
+    for class_name, detail, name in entries:
         groups.setdefault((class_name, detail), []).append(name)
     lines = []
     for (class_name, detail), names in groups.items():

@@ -1,11 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Compile the forward of a class again, after some of its statements were replaced. Decorators around forward stay.
-
-A patched class has a forward of its own, which hides that of its base. So each call compares the base's forward with
-the one that was there when the patch was made, and runs another one as it would run without the patch.
-"""
+"""Compile the forward of a class again, after some of its statements were replaced. Decorators around forward stay."""
 
 from __future__ import annotations
 
@@ -67,7 +63,11 @@ def forward_now(module: Any, base: type) -> Callable[..., Any]:
 
 
 def while_current(base: Any, forward: Any) -> Any:
-    """Wrap a forward that takes the place of base's, so that it runs until base gets another one. It takes 0.3 us."""
+    """Wrap a forward that takes the place of base's, so that it runs until base gets another one. It takes 0.3 us.
+
+    A patched class has a forward of its own, which hides that of its base. So each call compares the base's forward
+    with the one that was there when the patch was made, and runs another one as it would run without the patch.
+    """
     old = base.forward
 
     @functools.wraps(forward)

@@ -320,6 +320,7 @@ def _padding(array: Array, mode: ct.PaddingMode) -> float | int | bool:
 
 
 def check_call(op, array, check_bounds, latency=None, allow_tma=None, order="C") -> None:
+    """Refuse what is no array, an order other than C, and hints of other types than the compiler takes."""
     if not isinstance(array, Array):
         raise TypeError(f"{op} takes an array, got {type(array).__name__}")
     if order not in ("C", tuple(range(array.ndim))):

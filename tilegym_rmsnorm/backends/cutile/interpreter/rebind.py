@@ -74,8 +74,8 @@ class Range:
 def rebind(
     value: object, namespace: Namespace, done: dict[FunctionType, FunctionType] | None = None
 ) -> object:
-    """A copy of a function in which cuda.tile is `namespace`, and so in the functions that its code names, those of
-    `done` already. Of cuda.tile the namespace; other values as they are."""
+    """Return a copy of a function in which cuda.tile is `namespace`, also in the functions that its code names; the
+    namespace for cuda.tile; any other value itself. done: copies made so far."""
     done = {} if done is None else done
     if value is ct:
         return namespace

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The formulas of a norm, forward and backward, of tuples of float32 tiles: the same however rows are held. All
-ops that normalize have them from here."""
+"""The formulas of a norm, forward and backward, of tuples of float32 tiles: the same however rows are held. All ops
+that normalize take them from here."""
 
 import cuda.tile as ct
 
