@@ -21,10 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "project"), str(ROOT / "tests" / "support")]
 
-from test_imports import PACKAGE, imports, modules  # noqa: E402
+from test_imports import OPS, PACKAGE, imports, modules  # noqa: E402
 
-OP = re.compile(r"\brope|_rope|Rope|ROPE")  # the second op; the first one has the package's name
-OWN_FILE = re.compile(r"rope")  # a file's or a folder's name that is the op's own
+OPS = [each for each in OPS if each != "norm"]  # the first op has the package's name
 MAY_NAME = ("integrations", "nn", "commands")  # their users choose an op by its name
 
 
@@ -43,22 +42,27 @@ def main() -> None:
     of_folders = levels(without_circles(between))
     print(f"import levels: {max(of_files.values())} of files, {max(of_folders.values())} of folders")
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in known.items()}
-    own = {name for name, path in known.items() if OWN_FILE.search(_relative(path).as_posix())}
-    others = {
-        name: len(found)
-        for name, path in known.items()
-        if name not in own and _relative(path).parts[0] not in MAY_NAME
-        if (found := OP.findall(path.read_text(encoding="utf-8")))
+    owners = {
+        name: next((op for op in OPS if op in _relative(path).as_posix()), "") for name, path in known.items()
     }
-    print(f"files that name an op of another file: {len(others)}")
-    for name in sorted(others):
-        print(f"    {_relative(known[name])}: {others[name]}")
-    by_folder: Counter[tuple[str, bool]] = Counter()
+    for op in OPS:
+        spelled = re.compile(rf"\b{op}|_{op}|{op.title()}|{op.upper()}")
+        others = {
+            name: len(found)
+            for name, path in known.items()
+            if owners[name] != op and _relative(path).parts[0] not in MAY_NAME
+            if (found := spelled.findall(path.read_text(encoding="utf-8")))
+        }
+        print(f"files that name {op} and are not its own: {len(others)}")
+        for name in sorted(others):
+            print(f"    {_relative(known[name])}: {others[name]}")
+    by_folder: Counter[tuple[str, str]] = Counter()
     for name, count in lines.items():
-        by_folder[folder[name], name in own] += count
-    print(f"lines: {sum(lines.values())}, of them in qk_norm_rope's own files {sum(lines[n] for n in own)}")
+        by_folder[folder[name], owners[name]] += count
+    print(f"lines: {sum(lines.values())}")
     for each in sorted(set(folder.values())):
-        print(f"    {each or '.'}: {by_folder[each, False]} + {by_folder[each, True]}")
+        of_ops = "".join(f" + {by_folder[each, op]} of {op}" for op in OPS if by_folder[each, op])
+        print(f"    {each or '.'}: {by_folder[each, '']}{of_ops}")
 
 
 def levels(graph: dict[str, set[str]]) -> dict[str, int]:
