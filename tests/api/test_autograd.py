@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from every_op import each_smooth_kind
+from every_op import each_op, each_smooth_kind, present
 from helpers import BF16, DEVICE, FP32, FP64, HAS_GPU, assert_within, expected_results, make_inputs
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -73,6 +73,21 @@ def test_only_needed_gradients(backend, needs, calls):
     assert_within(
         expected_results(inputs), **{name: grad for name, grad in grads.items() if grad is not None}
     )
+
+
+@pytest.mark.parametrize("by_op", [False, True])
+@each_op
+def test_gradients_that_nobody_needs_are_not_computed(op, by_op, calls):
+    """Where the first leaf alone needs one, a backend computes fewer than for all leaves."""
+    call, counts = op.make(op.alike), []
+    for needing in (1, len(call.leaves)):
+        leaves = [each.detach() for each in call.leaves.values()]
+        needed = [leaf.requires_grad_() for leaf in leaves[:needing]]
+        results = (call.by_op if by_op else call.public)(*leaves, *call.fixed.values(), backend="torch")
+        torch.autograd.grad(results, needed, call.dys)
+        function, given = calls[-1]
+        counts.append(len(present(function(*given))))
+    assert counts[0] < counts[1]
 
 
 @pytest.mark.usefixtures("poisoned_empty")

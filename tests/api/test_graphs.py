@@ -8,7 +8,7 @@ import by_address
 import pytest
 import torch
 import torch.nn.functional as F
-from every_op import assert_same_bits, ends, of_each_op, of_options
+from every_op import assert_same_bits, each_op, ends, note_backends, of_each_op, of_options
 from helpers import BF16, FP16, FP32, FP64
 from torch import nn
 from torch.export import Dim, default_decompositions, export
@@ -70,6 +70,23 @@ def test_each_option_in_a_graph(op, kind):
     assert_same_bits(of_graph, expected)
     for one, other in zip(gradients, expected_gradients, strict=True):  # added up in another order
         assert (one - other).double().norm() <= 2e-2 * other.double().norm()
+
+
+@each_op
+def test_a_backend_for_a_part_of_a_graph(op, monkeypatch):
+    """Written into the graph of both passes: it holds when the graph runs, wherever that is."""
+    torch._dynamo.reset()
+    call = op.make(op.alike)
+
+    def in_a_block(*tensors):
+        with use_backend("cutile"):
+            return call.public(*tensors)
+
+    graph = torch.compile(in_a_block, backend="aot_eager", fullgraph=True)
+    ran = note_backends(monkeypatch)
+    with use_backend("torch"):
+        assert_same_bits(call.both_passes(graph), call.both_passes(backend="cutile"))
+    assert set(ran) == {"cutile"}
 
 
 class Calling(torch.nn.Module):
