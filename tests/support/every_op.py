@@ -97,6 +97,7 @@ def of_norm(variant: Variant, *, seed: int = 0, device: Any = DEVICE) -> Call:
     named = {"input": x, "weight": weight, "bias": bias, "residual": residual}
     leaves = {name: each for name, each in named.items() if each is not None}
     offset, casting, alpha = variant.offset, variant.casting, variant.alpha
+    n = variant.n  # a property, which Dynamo of 2.9 does not trace
 
     def tensors(*given: Tensor) -> variants.VariantInputs:
         x, *others = (dict.fromkeys(named) | dict(zip(leaves, given, strict=True))).values()
@@ -105,7 +106,7 @@ def of_norm(variant: Variant, *, seed: int = 0, device: Any = DEVICE) -> Call:
     def public(*given: Tensor, **changes: Any) -> Outputs:
         made = tensors(*given)
         options = {"eps": variant.eps} | variants.options(variant, made) | changes
-        results = rms_norm(made.x, variant.n, made.weight, **options)
+        results = rms_norm(made.x, n, made.weight, **options)
         return results if isinstance(results, tuple) else (results,)
 
     def of_forward(*given: Tensor, backend: str | None = None) -> tuple[Any, ...]:
@@ -145,12 +146,12 @@ def of_rope(case: RopeCase, *, seed: int = 0, device: Any = DEVICE) -> Call:
     leaves = {name: each for name, each in named.items() if each is not None}
     tables = {"cos": cos, "sin": sin, "position_ids": positions}
     fixed = {name: each for name, each in tables.items() if each is not None}
-    numbers = made.spec[1:]
+    numbers, order = made.spec[1:], (*leaves, *fixed)
 
     def tensors(*given: Tensor) -> list[Any]:
-        return list(
-            (dict.fromkeys(named) | tables | dict(zip((*leaves, *fixed), given, strict=False))).values()
-        )
+        # Dynamo of 2.9 traces no zip(strict=False)
+        by_name = {order[i]: each for i, each in enumerate(given)}
+        return list((dict.fromkeys(named) | tables | by_name).values())
 
     def public(*given: Tensor, **changes: Any) -> Outputs:
         q, k, q_weight, k_weight, cos, sin, positions = tensors(*given)
