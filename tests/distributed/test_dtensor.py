@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from every_op import OPS, each_op, of_each_op, present
+from every_op import OPS, each_op, of_each_op
 from helpers import DEVICE
 from processes import placed
 from rope_calls import case, ours
@@ -162,8 +162,10 @@ def test_the_first_dtensor_may_be_any_argument_of_an_op(mesh, op, index, monkeyp
     with implicit_replication():
         results = op.backward(*given)
     assert registered
-    for one, other in zip(present(results), present(expected), strict=True):
-        torch.testing.assert_close(one.full_tensor(), other)
+    for one, other in zip(results, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one.full_tensor(), other)
 
 
 @pytest.mark.parametrize("backend", [None, "torch"])
@@ -211,7 +213,6 @@ def test_rules_of_the_backward_sum_over_what_is_sharded():
     assert only_k[Shard(1)][0][2:] == [None, Partial()]
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
 def test_gradients_are_those_of_the_model_in_float64(backend):
     norm = RMSNorm(8, eps=1e-5, backend=backend)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 1)).to(DEVICE)

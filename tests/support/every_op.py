@@ -76,9 +76,8 @@ class Op(NamedTuple):
     few: tuple[str, ...]  # of kinds, for laws that take long
     smooth: Mapping[str, Any]  # small calls in float64, for numerical derivatives
     alike: Any  # a kind of which each tensor may be another one's, too
-    options: tuple[
-        Any, Mapping[str, tuple[Any, ...]]
-    ]  # a kind, and of each option values by which its results differ
+    # a kind, and of each option values by which its results differ
+    options: tuple[Any, Mapping[str, tuple[Any, ...]]]
     placed: Mapping[str, Any]  # small calls, whose rows may be sharded in all dimensions but the last
     longer: Callable[[Any], Any]  # a kind with more rows
     wanted: Callable[[Any], Sequence[int]]  # of a kind, what the backward's op may be asked for
@@ -220,8 +219,12 @@ _NORM = Op(
     (
         Variant(BF16, (6, 40), residual_dtype=BF16),
         {
-            **{"eps": (None, 0.5), "offset": (0.0, 1.0), "casting": ("once", "llama")},
-            **{"residual_alpha": (1.0, 0.25), "residual_dtype": (None, FP32), "out_dtype": (None, FP32)},
+            "eps": (None, 0.5),
+            "offset": (0.0, 1.0),
+            "casting": ("once", "llama"),
+            "residual_alpha": (1.0, 0.25),
+            "residual_dtype": (None, FP32),
+            "out_dtype": (None, FP32),
         },
     ),
     {
@@ -246,8 +249,12 @@ _PAIRS |= {
     "all": rope_cases.CASES["all"]._replace(table_dtype=FP32),  # public calls take it, or that of q
 }
 _ROPE_OPTIONS = {
-    **{"eps": (None, 0.5), "offset": (0.0, 1.0), "casting": ("once", "llama"), "rotary_dim": (64, 32)},
-    **{"interleaved": (False, True), "rope_rounding": ("end", "norm", "each")},
+    "eps": (None, 0.5),
+    "offset": (0.0, 1.0),
+    "casting": ("once", "llama"),
+    "rotary_dim": (64, 32),
+    "interleaved": (False, True),
+    "rope_rounding": ("end", "norm", "each"),
 }
 _ROPE = Op(
     qk_norm_rope,

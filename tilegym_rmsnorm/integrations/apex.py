@@ -82,7 +82,13 @@ def mixed_dtype_fused_rms_norm_affine(
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
 
 
-def _rms_norm(input: Tensor, weight: Any, normalized_shape: Any, eps: float, out_dtype: Any) -> Tensor:
+def _rms_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    normalized_shape: int | Sequence[int],
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
     """Compute y as Apex does. out_dtype: y's dtype; None: input's."""
     check_tensor("input", input)
     if torch.is_autocast_enabled("cuda") and input.is_cuda:

@@ -96,7 +96,7 @@ class Reader:
         # These make the expression of a call of a tensor's method of that name, and of a function.
         self.methods, self.functions = dict(_METHODS), dict(_FUNCTIONS)
         self.depth = self.statements = 0
-        # Of the call that is read: its locals, and the globals of its function.
+        # Locals of the call that is read, and globals of its function.
         self.values, self.globals = dict[str, Any](), dict[str, Any]()
 
     def read(
@@ -326,7 +326,9 @@ def _mean(e: Expression, dim: Expression, keepdim: Expression) -> Expression:
     return ("mean", e)
 
 
-def _rms_norm(input: Any, normalized_shape: Any, weight: Any = _NONE, eps: Any = _NONE) -> Expression:
+def _rms_norm(
+    input: Expression, normalized_shape: Expression, weight: Expression = _NONE, eps: Expression = _NONE
+) -> Expression:
     return ("rms_norm", input, normalized_shape, weight, eps)
 
 

@@ -29,6 +29,8 @@ from tilegym_rmsnorm.integrations.huggingface.strides import in_order
 from tilegym_rmsnorm.ops.rope.spec import RopeRounding
 from tilegym_rmsnorm.rope import qk_norm_rope
 
+_OTHER_ROUNDINGS = "no one call rounds q and k as the norms and the rotary embedding do"
+
 
 class _Apart(NamedTuple):
     """The norm that the log names, and why no one call computes both norms and the rotation."""
@@ -60,12 +62,12 @@ def folded(
             call = outside_of_trace(_call_of, q_norm, k_norm, q, k, cos, sin, known, is_turned)
         else:
             call = _Apart(q_norm, "its rotary embedding was replaced")
+        rounding = None
         if not isinstance(call, _Apart):
             rounding = _rounding_of(q, cos, call[1].plan.out_dtype, known, receivers, module, cache)
-            if rounding is None:
-                call = _Apart(q_norm, "no one call rounds q and k as the norms and the rotary embedding do")
-        if isinstance(call, _Apart):
-            tell_fallback("rotary embedding", *call)
+        if isinstance(call, _Apart) or rounding is None:
+            why = call if isinstance(call, _Apart) else _Apart(q_norm, _OTHER_ROUNDINGS)
+            tell_fallback("rotary embedding", *why)
             q, k = _normalized(q_norm, q, q_turned), _normalized(k_norm, k, k_turned)
             return rotary(q, k, cos, sin, *given, **named)
         patch, (q_weight, eps, plan), (k_weight, _, _) = call
@@ -77,9 +79,20 @@ def folded(
             ]
         if known.heads == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        options = {"eps": eps, "offset": patch.match.offset, "rotary_dim": cos.shape[-1]}
-        options |= {"casting": plan.casting, "rope_rounding": rounding, "backend": patch.backend}
-        q, k = qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
+        q, k = qk_norm_rope(
+            q,
+            k,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            eps=eps,
+            offset=patch.match.offset,
+            rotary_dim=cos.shape[-1],
+            casting=plan.casting,
+            rope_rounding=rounding,
+            backend=patch.backend,
+        )
         if known.heads == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         if orders[0] != of_call:

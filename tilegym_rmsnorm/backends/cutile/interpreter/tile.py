@@ -265,6 +265,17 @@ class Tile:
     def __format__(self, spec: str) -> str:
         return _format(self.value.tolist(), spec)
 
+    __add__, __radd__ = _operators(arithmetic, "add")
+    __sub__, __rsub__ = _operators(arithmetic, "sub")
+    __mul__, __rmul__ = _operators(arithmetic, "mul")
+    __truediv__, __rtruediv__ = _operators(arithmetic, "truediv")
+    __floordiv__, __rfloordiv__ = _operators(arithmetic, "floordiv")
+    __mod__, __rmod__ = _operators(arithmetic, "mod")
+    __and__, __rand__ = _operators(bitwise, "and")
+    __or__, __ror__ = _operators(bitwise, "or")
+    __xor__, __rxor__ = _operators(bitwise, "xor")
+    __lshift__, __rlshift__ = _operators(bitwise, "lshift")
+    __rshift__, __rrshift__ = _operators(bitwise, "rshift")
     __lt__, __gt__ = _operators(compare, "lt")[0], _operators(compare, "gt")[0]
     __le__, __ge__ = _operators(compare, "le")[0], _operators(compare, "ge")[0]
     __eq__, __ne__ = _operators(compare, "eq")[0], _operators(compare, "ne")[0]
@@ -283,12 +294,6 @@ class Tile:
         if self.value.dtype.is_floating_point:
             raise TypeError(f"~ takes integers, got {name(self.value.dtype)}")
         return Tile(~self.value)
-
-
-for _function, _ops in ((arithmetic, "add sub mul truediv floordiv mod".split()), (bitwise, _BITWISE)):
-    for _op in _ops:
-        for _place, _method in zip(("", "r"), _operators(_function, _op), strict=True):
-            setattr(Tile, f"__{_place}{_op}__", _method)
 
 
 def _abridged(values: object) -> str:
