@@ -9,7 +9,7 @@ import contextlib
 import by_address
 import pytest
 import torch
-from every_op import each_op, note_unknown
+from every_op import assert_same_bits, each_op, note_backends, note_unknown
 from gate_cases import Named, freed, freed_view
 from helpers import HAS_GPU, settle_interpreters
 from processes import mesh_of_one
@@ -31,6 +31,33 @@ from tilegym_rmsnorm.ops.norm.eager import _are_as_saved
 from tilegym_rmsnorm.ops.norm.op import KNOWN_FORWARDS
 from tilegym_rmsnorm.ops.norm.spec import Spec
 from tilegym_rmsnorm.routes import choose, known_calls
+
+# The same values, but not at the addresses of the tensor; and zeros without an address
+ELSEWHERE = {"negated": lambda t: torch._neg_view(-t), "zeros": lambda t: torch._efficientzerotensor(t.shape)}
+
+
+@pytest.mark.parametrize("by_op", [False, True])
+@pytest.mark.parametrize("change", ELSEWHERE.values(), ids=ELSEWHERE)
+@each_op
+def test_backends_get_plain_memory(op, change, by_op, monkeypatch):
+    """In both passes, whichever tensor of the caller, or gradient, is none."""
+    call = op.make(op.alike)
+    given, shown = {**call.leaves, **call.fixed}, []
+    ran = note_backends(monkeypatch, shown.extend)
+    for index in range(len(given) + len(call.dys)):
+        found = []
+        for other in (change, lambda t: change(t) + 0.0):  # the second has memory of its own
+            tensors = [*given.values(), *call.dys]
+            if tensors[index].is_floating_point():
+                tensors[index] = other(tensors[index])
+            leaves = [each.detach().requires_grad_() for each in tensors[: len(call.leaves)]]
+            fixed = tensors[len(call.leaves) : len(given)]
+            results = (call.by_op if by_op else call.public)(*leaves, *fixed, backend="cutile")
+            found.append([*results, *torch.autograd.grad(results, leaves, tensors[len(given) :])])
+        assert_same_bits(*found)
+    assert set(ran) == {"cutile"}
+    assert all(call_tensors.is_plain(each) for each in shown if each is not None)
+
 
 M, N = 3, 8
 X, W, R = torch.randn(M, N), torch.rand(N) + 0.5, torch.randn(M, N)

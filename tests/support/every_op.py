@@ -363,15 +363,17 @@ def note_unknown(op: Op, patch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def note_backends(patch: pytest.MonkeyPatch) -> list[str]:
-    """Note from now on the backend of each function that runs."""
+def note_backends(
+    patch: pytest.MonkeyPatch, look: Callable[[Sequence[Any]], object] = lambda tensors: None
+) -> list[str]:
+    """Note from now on the backend of each function that runs. look: is shown the tensors that it gets."""
     ran: list[str] = []
     for backend in AUTO_ORDER:
         with contextlib.suppress(ImportError):
             registry._implemented_ops(backend)
 
     def noting(backend: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: ran.append(backend) or run(*given)
+        return lambda *given: (ran.append(backend), look(given[1])) and run(*given)
 
     noted = {(op, backend): noting(backend, run) for (op, backend), run in registry._impls.items()}
     patch.setattr(registry, "_impls", noted)
