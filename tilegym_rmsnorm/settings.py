@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 import os
 import threading
 import warnings
@@ -19,7 +20,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from tilegym_rmsnorm.call.options import check_plain_function
 from tilegym_rmsnorm.call.watched import is_traced
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -98,7 +98,24 @@ def set_backend(backend: BackendName | None) -> None:
     _process_backend = backend
 
 
-class use_backend(contextlib.ContextDecorator):  # in lower case, since callers use it as a function
+class _Block(contextlib.ContextDecorator):
+    """Base of `with` blocks that decorate a function too: each of its calls is a block."""
+
+    def __call__(self, function: _Function) -> _Function:
+        """Decorate `function`. A coroutine or generator raises TypeError: a block around its call ends before its body
+        begins."""
+        if (
+            inspect.iscoroutinefunction(function)
+            or inspect.isgeneratorfunction(function)
+            or inspect.isasyncgenfunction(function)
+        ):
+            raise TypeError(
+                f"{type(self).__name__}: expected a plain function, got {function!r}. Put a `with` block into its body"
+            )
+        return super().__call__(function)
+
+
+class use_backend(_Block):  # in lower case, since callers use it as a function
     """Use a backend inside a `with` block, or a decorated function, in this thread or task only.
 
     `use_backend` overrides `set_backend`, which overrides the variable TILEGYM_RMSNORM_BACKEND. The argument `backend=`
@@ -123,11 +140,6 @@ class use_backend(contextlib.ContextDecorator):  # in lower case, since callers 
     def __init__(self, backend: BackendName) -> None:
         check_name("backend", backend, NAMES)
         self.backend = backend
-
-    def __call__(self, function: _Function) -> _Function:
-        """Decorate `function`: each call is a block. A coroutine or generator raises TypeError."""
-        check_plain_function("use_backend", function)
-        return super().__call__(function)
 
     def _recreate_cm(self) -> use_backend:
         return use_backend(self.backend)  # made in the decorated function, where Dynamo can trace that
@@ -306,7 +318,7 @@ def get_sm_margin() -> int:
     return _sm_margin_by_environment() if said is None else said
 
 
-class use_sm_margin(contextlib.ContextDecorator):  # in lower case, since callers use it as a function
+class use_sm_margin(_Block):  # in lower case, since callers use it as a function
     """Leave SMs free inside a `with` block, or a decorated function, as `set_sm_margin` does, and undo that at the end.
 
     The block holds for the whole process, not for this thread alone: if several threads are in blocks, the block that
@@ -326,11 +338,6 @@ class use_sm_margin(contextlib.ContextDecorator):  # in lower case, since caller
         _check_sm_margin(sm_margin)
         self.sm_margin = sm_margin
         self._begun: list[_Margin] = []  # one object may serve several blocks
-
-    def __call__(self, function: _Function) -> _Function:
-        """Decorate `function`: each call is a block. A coroutine or generator raises TypeError."""
-        check_plain_function("use_sm_margin", function)
-        return super().__call__(function)
 
     def _recreate_cm(self) -> use_sm_margin:
         return use_sm_margin(self.sm_margin)  # a block for each call of the decorated function

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from numbers import Rational, Real
 from typing import Any, NoReturn, get_args
 
@@ -80,19 +79,6 @@ def check_casting(casting: str) -> None:
 def check_one_of(name: str, value: Any, known: Iterable[str | None], hint: str = "") -> None:
     if not isinstance(value, (str, type(None))) or value not in known:
         fail(ValueError, name, f"one of {', '.join(map(repr, known))}", f"{shown(value)}{hint}")
-
-
-def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:
-    """Raise TypeError for a coroutine or generator: a `with` block around its call ends before its body begins."""
-    is_plain_function = not (
-        inspect.iscoroutinefunction(function)
-        or inspect.isgeneratorfunction(function)
-        or inspect.isasyncgenfunction(function)
-    )
-    if not is_plain_function:
-        raise TypeError(
-            f"{decorator}: expected a plain function, got {function!r}. Put a `with` block into its body"
-        )
 
 
 def refuse_torch_jit_script(*_: Any) -> NoReturn:
