@@ -20,7 +20,7 @@ from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.tensors import check_memory
 from tilegym_rmsnorm.call.validation import check_input, check_normalized_shape, checked_dtype
 from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
-from tilegym_rmsnorm.ops.norm import checks, eager, op, operations, passes, reference
+from tilegym_rmsnorm.ops.norm import checks, eager, operations, passes, reference
 from tilegym_rmsnorm.ops.norm.op import norm_in_graph
 from tilegym_rmsnorm.ops.norm.passes import KNOWN, OTHERS, norm_call
 from tilegym_rmsnorm.ops.norm.spec import Wanted, shape_of_rstd
@@ -174,7 +174,7 @@ def _checked_rms_norm(
         return _untraced_rms_norm(input, normalized_shape, weight, eps, **options)
     _, tensors, shape, spec, _ = checked
     if route.name == OP:
-        y, _, residual_out = op.call_forward(tensors, len(shape), route.call)
+        y, _, residual_out = passes.call_forward(tensors, len(shape), route.call)
         return y if residual_out is None else (y, residual_out)
     if route.name == OPERATIONS:
         return operations.norm_by_operations(tensors, shape, spec)
@@ -278,7 +278,7 @@ def rms_norm_forward(
     if route.name == KERNELS:
         y, rstd, residual_out = passes.forward(checked, route.call)
     elif route.name == OP:
-        y, rstd, residual_out = op.call_forward(_detached(checked.tensors), 1, route.call)
+        y, rstd, residual_out = passes.call_forward(_detached(checked.tensors), 1, route.call)
     else:
         with torch.no_grad():
             results = reference.forward_torch(checked.tensors, checked.spec)
@@ -372,7 +372,7 @@ def rms_norm_backward(
     elif route.name == OP:
         x, dy, weight, rstd, d_residual_out = _detached(checked.tensors)
         given = x, dy, weight, rstd.reshape(shape_of_rstd(x, 1)), d_residual_out
-        dx, _, dw, db = op.call_backward(given, 1, route.call, wanted)
+        dx, _, dw, db = passes.call_backward(given, 1, route.call, wanted)
     else:
         with torch.no_grad():
             results = operations.gradients_by_operations(checked.tensors, 1, checked.spec, wanted)

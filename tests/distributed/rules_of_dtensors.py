@@ -26,7 +26,7 @@ from torch.torch_version import TorchVersion
 from tilegym_rmsnorm import RMSNorm, rms_norm, use_backend
 from tilegym_rmsnorm.ops.norm import sharding
 from tilegym_rmsnorm.ops.norm.op import BACKWARD, FORWARD
-from tilegym_rmsnorm.routes import library_op
+from tilegym_rmsnorm.routes import sharding_rules
 
 B, T, H, N = 4, 5, 6, 16  # neither tokens nor heads are as many in each process
 WHOLE = Replicate()
@@ -269,7 +269,7 @@ def every_op_registers_the_rules(mesh) -> None:
     for op, *arguments in calls_of_ops(mesh, Shard(1), Shard(1)):
         with pytest.MonkeyPatch.context() as patch:
             registered = []
-            patch.setattr(library_op, "_register_rules", lambda to=registered: to.append(True))
+            patch.setattr(sharding_rules, "_register_rules", lambda to=registered: to.append(True))
             op(*arguments)
             assert registered, op
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from tilegym_rmsnorm import RMSNorm, rms_norm
 from tilegym_rmsnorm.ops.rope import op as rope_op
-from tilegym_rmsnorm.routes import library_op
+from tilegym_rmsnorm.routes import sharding_rules
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
@@ -150,8 +150,8 @@ def test_in_one_graph(mesh):
 def test_the_first_dtensor_may_be_any_argument_of_an_op(mesh, op, index, monkeypatch):
     """Under `implicit_replication` DTensor's engine takes plain tensors beside it, and asks for rules."""
     registered = []
-    register = library_op._register_rules
-    monkeypatch.setattr(library_op, "_register_rules", lambda: registered.append(True) or register())
+    register = sharding_rules._register_rules
+    monkeypatch.setattr(sharding_rules, "_register_rules", lambda: registered.append(True) or register())
     wanted = op.wanted(op.alike)[-1]
     given = list(op.make(op.alike, device="cpu").of_backward(wanted))
     expected = op.backward(*given)

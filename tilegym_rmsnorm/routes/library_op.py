@@ -18,7 +18,7 @@ torch.func and on tensors with a tangent, since PyTorch can transform its own op
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,10 +28,11 @@ from torch.autograd import profiler
 
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.spec import Call, Checked
-from tilegym_rmsnorm.call.tensors import is_dtensor, is_plain
+from tilegym_rmsnorm.call.tensors import is_plain
 from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run, run_and_remember
+from tilegym_rmsnorm.routes.sharding_rules import add_rules, register_sharding
 from tilegym_rmsnorm.settings import get_current_backend
 
 NAMESPACE = "tilegym_rmsnorm"
@@ -41,7 +42,6 @@ Tensors = tuple[Any, ...]
 Options = tuple[Any, ...]  # the arguments behind the tensors
 # PyTorch's operations for each op.
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
-_RULES: dict[Any, Callable[..., Any]] = {}  # the sharding rules of each op
 
 
 class CheckedCall(NamedTuple):
@@ -92,7 +92,6 @@ def call(op: LibraryOp, tensors: Tensors, options: Options) -> Any:
 
 def define(op: LibraryOp) -> Any:
     """Define a library op. Return its overload, which callers call."""
-    assert not _register_rules.cache_info().currsize, "DTensor's engine would not know the op"
     library.define(op.name + op.schema)
     overload = op.overload
     _find_known_first(overload, functools.partial(_run_known, op))
@@ -108,7 +107,8 @@ def define(op: LibraryOp) -> Any:
     # autograd.grad(is_grads_batched=True) maps a backward.
     for key in ("Tracer", "Batched"):
         library.impl(op.name, transformed, key)
-    DECOMPOSITIONS[overload], _RULES[overload] = transformed, op.rules
+    DECOMPOSITIONS[overload] = transformed
+    add_rules(overload, op.rules)
     return overload
 
 
@@ -216,18 +216,3 @@ def _backend_in_effect(backend: str | None, x: Tensor) -> str | None:
     if backend is not None or watched.makes_graph() or choose.why_recorded({"x": x}) is not None:
         return backend
     return get_current_backend()
-
-
-def register_sharding(tensors: Iterable[Any]) -> None:
-    """Register the sharding rules of all ops if one of the tensors is a DTensor, before the first call with one; never
-    by an import: DTensor takes a second to import."""
-    if not watched.is_traced() and any(map(is_dtensor, tensors)):
-        _register_rules()
-
-
-@functools.cache
-def _register_rules() -> None:
-    from torch.distributed.tensor.experimental import register_sharding
-
-    for overload, rules in _RULES.items():
-        register_sharding(overload)(rules)

@@ -22,7 +22,7 @@ from tilegym_rmsnorm.call.arithmetic import compute_dtype
 from tilegym_rmsnorm.call.spec import Call, dtype_of
 from tilegym_rmsnorm.call.tensors import is_plain
 from tilegym_rmsnorm.call.watched import is_traced, is_watched
-from tilegym_rmsnorm.ops.norm import checks, op, operations, passes
+from tilegym_rmsnorm.ops.norm import checks, operations, passes
 from tilegym_rmsnorm.ops.norm.spec import (
     BackwardTensors,
     ForwardTensors,
@@ -141,13 +141,13 @@ def gradients(
             backwards, lambda: described, tensors, plain, route.call.backward, bind_gradients
         )
     if wanted.dx is not None:
-        compute = op.call_backward if route.name == choose.OP else operations.gradients_of_saved
+        compute = passes.call_backward if route.name == choose.OP else operations.gradients_of_saved
         found = _on_rows(compute, plain, route.call, wanted)
     else:
         _, dy, weight, rstd, _ = plain
         if route.name == choose.OP:
             dims = len(bias_shape) - (call.spec.heads > 0)
-            found = op.call_backward((dy, dy, weight, rstd, None), dims, route.call, wanted)
+            found = passes.call_backward((dy, dy, weight, rstd, None), dims, route.call, wanted)
         else:
             found = None, None, None, operations.db_by_operations(dy, bias_shape, wanted)
     return as_needed(needs, found, bias_shape)

@@ -70,34 +70,6 @@ SCHEMAS = {
 }
 
 
-def call_forward(tensors: ForwardTensors, dims: int, call: Call) -> Outputs:
-    """Call the forward op on x, weight, bias, residual. Return y, rstd of the op's shape, residual_out."""
-    x, weight, bias, residual = tensors
-    library_op.register_sharding(tensors)
-    _, eps, offset, casting, alpha, y_dtype, residual_dtype, _ = call.spec
-    numbers = dims, eps, offset, casting, alpha
-    return FORWARD(x, residual, weight, bias, *numbers, residual_dtype, y_dtype, call.backend)
-
-
-def call_backward(
-    tensors: BackwardTensors, dims: int, call: Call, wanted: Wanted, needs_dx: bool = True
-) -> WantedGradients:
-    """Call the backward op on x, dy, weight, rstd of the op's shape, d_residual_out. needs_dx: whether the op returns
-    dx, which kernels write in any case."""
-    x, dy, weight, rstd, d_residual_out = tensors
-    library_op.register_sharding(tensors)
-    if wanted.dx is None:
-        # db alone. Of a plain sum Inductor would make a kernel that adds in another order than eager calls. dy is
-        # passed as x too, or the graph would keep x for the op.
-        rstd = rstd.reshape(shape_of_rstd(dy, dims)).to(compute_dtype(dy.dtype))
-        x = dy
-    bits = DX * (needs_dx and wanted.dx is not None) + D_RESIDUAL * (wanted.d_residual is not None)
-    bits += DW * (wanted.dw is not None) + DB * (wanted.db is not None)
-    numbers = bits, dims, call.spec.offset, call.spec.casting, call.spec.alpha
-    dx, dw, db, d_residual = BACKWARD(dy, x, weight, rstd, d_residual_out, *numbers, *wanted, call.backend)
-    return dx if bits & DX else None, d_residual, dw, db
-
-
 def _known_forward(tensors: ForwardTensors, options: Options) -> Any:
     dims, eps, offset, _, alpha, *_ = options
     # A number of another type may equal one of these as a key. The dispatcher casts or refuses it.
@@ -258,7 +230,7 @@ def _gradients_of_op(
     alpha, wanted = wanted_of(needs, call.spec.alpha, dtypes)
     call = call._replace(spec=call.spec._replace(alpha=alpha))
     if choose.why_create_graph() is None:
-        found = call_backward(tensors, dims, call, wanted, needs_dx=needs[0] or needs[1])
+        found = passes.call_backward(tensors, dims, call, wanted, needs_dx=needs[0] or needs[1])
     elif wanted.dx is None:
         found = None, None, None, operations.db_by_operations(tensors[1], bias_shape, wanted)
     else:

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Describe, bind and record the forward and the backward of a norm: what eager calls and library ops share.
+"""Describe, bind and record the forward and the backward of a norm, and call its library ops: what routes share.
 
 `bind_forward` and `bind_backward` decide all that shapes, strides and dtypes decide, since calls on small tensors are
 bound by the host. They return functions that hold no tensor, so that known calls (routes/known_calls.py) run those
@@ -24,6 +24,10 @@ from tilegym_rmsnorm.call.spec import Call, Checked, dtype_of
 from tilegym_rmsnorm.call.tensors import savable
 from tilegym_rmsnorm.ops.norm import operations
 from tilegym_rmsnorm.ops.norm.spec import (
+    D_RESIDUAL,
+    DB,
+    DW,
+    DX,
     BackwardTensors,
     ForwardTensors,
     Gradients,
@@ -31,9 +35,11 @@ from tilegym_rmsnorm.ops.norm.spec import (
     Spec,
     Wanted,
     WantedGradients,
+    shape_of_rstd,
 )
 from tilegym_rmsnorm.routes.autograd import Recording
 from tilegym_rmsnorm.routes.known_calls import call_of, shared
+from tilegym_rmsnorm.routes.sharding_rules import register_sharding
 
 KNOWN = shared()  # calls of `rms_norm`
 OTHERS = "offset", "residual_alpha", "residual_dtype", "out_dtype", "casting"  # of `norm_call`
@@ -156,6 +162,36 @@ def _gradients_of_no_rows(x: Tensor, weight: Tensor | None, n: int, wanted: Want
 
 def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def call_forward(tensors: ForwardTensors, dims: int, call: Call) -> Outputs:
+    """Call the forward op on x, weight, bias, residual. Return y, rstd of the op's shape, residual_out."""
+    x, weight, bias, residual = tensors
+    register_sharding(tensors)
+    _, eps, offset, casting, alpha, y_dtype, residual_dtype, _ = call.spec
+    numbers = dims, eps, offset, casting, alpha
+    forward = torch.ops.tilegym_rmsnorm.rms_norm_forward.default  # op.py defines it
+    return forward(x, residual, weight, bias, *numbers, residual_dtype, y_dtype, call.backend)
+
+
+def call_backward(
+    tensors: BackwardTensors, dims: int, call: Call, wanted: Wanted, needs_dx: bool = True
+) -> WantedGradients:
+    """Call the backward op on x, dy, weight, rstd of the op's shape, d_residual_out. needs_dx: whether the op returns
+    dx, which kernels write in any case."""
+    x, dy, weight, rstd, d_residual_out = tensors
+    register_sharding(tensors)
+    if wanted.dx is None:
+        # db alone. Of a plain sum Inductor would make a kernel that adds in another order than eager calls. dy is
+        # passed as x too, or the graph would keep x for the op.
+        rstd = rstd.reshape(shape_of_rstd(dy, dims)).to(compute_dtype(dy.dtype))
+        x = dy
+    bits = DX * (needs_dx and wanted.dx is not None) + D_RESIDUAL * (wanted.d_residual is not None)
+    bits += DW * (wanted.dw is not None) + DB * (wanted.db is not None)
+    numbers = bits, dims, call.spec.offset, call.spec.casting, call.spec.alpha
+    backward = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
+    dx, dw, db, d_residual = backward(dy, x, weight, rstd, d_residual_out, *numbers, *wanted, call.backend)
+    return dx if bits & DX else None, d_residual, dw, db
 
 
 def recording(
