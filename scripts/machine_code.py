@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from compiling import CompilingMachine, compiled, meta, signature_of  # noqa: E402
 from cuda.tile.compilation import export_kernel  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.norm import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class  # noqa: E402
 

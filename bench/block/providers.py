@@ -83,7 +83,7 @@ def own_provider(backend: str) -> BlockProvider:
 def served_by(op: str, call: Compute, inputs: BlockInputs) -> str:
     """The kernel that does the work of one call of cutile, and its settings; of an op whose form no kernel takes, the
     kernel of the plain call that PyTorch's operations stand around. Nothing, where cutile launched nothing."""
-    from tilegym_rmsnorm.backends.cutile.launch import Launcher
+    from tilegym_rmsnorm.backends.cutile.host.launcher import Launcher
     from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN
 
     plans, bind = [], Launcher.bind

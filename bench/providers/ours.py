@@ -30,7 +30,7 @@ from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 if TYPE_CHECKING:  # the peers run where cuda-tile is missing
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host.launcher import Launcher
     from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 
 EPS = 1e-6
@@ -169,15 +169,15 @@ def backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tenso
 
 
 def _served_by(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> str:
-    """The kernel that does the work of an op and its settings, as launch.py asks for them; of both ops both."""
-    from tilegym_rmsnorm.backends.cutile import launch
+    """The kernel that does the work of an op and its settings, as a call asks for them; of both ops both."""
+    from tilegym_rmsnorm.backends.cutile.host import norm
 
     asked = [_problem(shape, dtype, device, each) for each in (OPS[:2] if op == "both" else (op,))]
-    return "; ".join(str(launch.plan_for(problem).first) for problem in asked)
+    return "; ".join(str(norm.plan_for(problem).first) for problem in asked)
 
 
 def _problem(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> Problem:
-    from tilegym_rmsnorm.backends.cutile.launch import NAMES
+    from tilegym_rmsnorm.backends.cutile.host.norm import NAMES
     from tilegym_rmsnorm.backends.cutile.plans.problem import Policy, Problem
     from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
@@ -194,17 +194,17 @@ def _row_partials_backward(
 
 
 @functools.cache
-def _row_partials_launcher(shape: Shape, dtype: torch.dtype, device: torch.device) -> launch.Launcher:
+def _row_partials_launcher(shape: Shape, dtype: torch.dtype, device: torch.device) -> Launcher:
     # No argument of the backend asks for such a plan.
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host import norm
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     problem = _problem(shape, dtype, device, "backward")._replace(partials="own")
-    return launch.Backward(machine_of(device), launch.plan_for(problem))
+    return norm.Backward(machine_of(device), norm.plan_for(problem))
 
 
 def run_backward(
-    launcher: launch.Launcher, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
+    launcher: Launcher, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """dx and dw by a plan of one's own."""
     spec, wanted = Spec(x.shape[1], EPS, 0.0, "once"), Wanted(x.dtype, dw=weight.dtype)

@@ -82,19 +82,19 @@ class Plans(Cell):
     """The benchmark's cell, of plans: each is a setting of the provider "selected" or "split"."""
 
     def make_providers(self, name: str) -> list[Provider]:
-        from tilegym_rmsnorm.backends.cutile import launch
+        from tilegym_rmsnorm.backends.cutile.host import norm
         from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
         machine = machine_of(self.bench.device)
         asked = problem.Bucket("backward", self.shape[1], "bfloat16", sizes.size_class(*self.shape))
-        plans = [launch.plan_for(asked.problem(machine.facts))]
+        plans = [norm.plan_for(asked.problem(machine.facts))]
         if name == "selected" and isinstance(plans[0].first, partition.Split):  # the user's tables may say so
             raise ValueError(f"selected: expected two kernels to compare with, got {plans[0].first}")
         if name == "split":
             few = by_rules(asked._replace(size="few"), machine.facts.architecture, machine.facts.most_members)
             others = [replace(few, rows=m, strip=k * few.strip, slab=slab) for m, k, slab in OTHER_TILES]
             plans = [plan_of(asked.problem(machine.facts), each) for each in dict.fromkeys([few, *others])]
-        runs = {str(plan): partial(run_backward, launch.Backward(machine, plan)) for plan in plans}
+        runs = {str(plan): partial(run_backward, norm.Backward(machine, plan)) for plan in plans}
         return [Provider(name, None, run, None, settings=plan) for plan, run in runs.items()]
 
 

@@ -227,7 +227,7 @@ def test_backward_by_each_kernel_of_triton(name, x_scales, dy_scale):
 @pytest.mark.parametrize("name", CUTILE_FORWARDS)
 @pytest.mark.parametrize("eps", [0.0, 1e-38])
 def test_forward_by_each_kernel_of_cutile(name, eps):
-    from tilegym_rmsnorm.backends.cutile.launch import Forward
+    from tilegym_rmsnorm.backends.cutile.host.norm import Forward
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     rows, machine = held(make_rows(X_SCALES, 1.0, eps)), machine_of(DEVICE)
@@ -244,7 +244,7 @@ def test_forward_by_each_kernel_of_cutile(name, eps):
 )
 def test_backward_by_each_kernel_of_cutile(name, x_scales, dy_scale):
     """Packed kernels are for 16 bits; bfloat16 has float32's range."""
-    from tilegym_rmsnorm.backends.cutile.launch import Backward
+    from tilegym_rmsnorm.backends.cutile.host.norm import Backward
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     variant, machine = CUTILE_BACKWARDS[name], machine_of(DEVICE)

@@ -330,7 +330,7 @@ def test_records_of_cutile_name_the_kernel_that_served():
         pytest.skip(reason)
     from planning import problem
 
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host import norm
     from tilegym_rmsnorm.backends.cutile.runtime import machine
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
@@ -339,7 +339,7 @@ def test_records_of_cutile_name_the_kernel_that_served():
     )
     served = {each["op"]: each["settings"] for each in records if each["provider"] == "cutile"}
     facts = machine.machine_of(device).facts
-    plans = [launch.plan_for(problem(op, 24, FP32, "few", facts=facts)) for op in ("forward", "backward")]
+    plans = [norm.plan_for(problem(op, 24, FP32, "few", facts=facts)) for op in ("forward", "backward")]
     kernel, *fields = served["forward"].split()
     said, first = dict(field.split("=") for field in fields), plans[0].first
     assert kernel == first.kernel and {"width", "warps", "occupancy", "latency"} <= said.keys()

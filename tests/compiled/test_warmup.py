@@ -22,8 +22,9 @@ from planning import problem  # noqa: E402
 from table_cases import TARGET, entry_of  # noqa: E402
 
 from tilegym_rmsnorm.backends import cutile  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.launcher import Launcher  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.norm import Backward, Forward, plan_for  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.host.warm import kind_of, rows_to_warm  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward, Launcher, plan_for  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy, Problem  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_ROWS, SIZES, SMALL, rows_of_class, size_class  # noqa: E402

@@ -55,13 +55,13 @@ def test_dx_alone(dtype, weight_dtype, n):
 
 @pytest.mark.parametrize("n", [64, 1000, 4096, 18432, 20000, 81920])
 def test_one_partial_row_per_row(n):
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host import norm
 
     inputs = make_inputs(min(1003, 2**25 // n), n, BF16, FP32)
     x, dy, weight, eps, *_ = inputs
     _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
     asked = problem("backward", n, x.dtype, size_class(len(x), n), weight.dtype, FACTS, partials="own")
-    backward = launch.Backward(machine_of(DEVICE), launch.plan_for(asked))
+    backward = norm.Backward(machine_of(DEVICE), norm.plan_for(asked))
     run = functools.partial(plain_calls.backward, backward, x, dy, weight, rstd, 0.0)
     assert_alike(expected_results(inputs), ("dx", "dw"), run, RUNS)
 
@@ -72,7 +72,7 @@ def test_the_compile_tests_compile_what_launches_do(m, n, monkeypatch):
     import cuda.tile as ct
     from compiling import CompilingMachine
 
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host import norm
     from tilegym_rmsnorm.backends.cutile.runtime import machine
 
     symbols, compile_kernel = set(), ct.kernel._compile
@@ -84,12 +84,12 @@ def test_the_compile_tests_compile_what_launches_do(m, n, monkeypatch):
     monkeypatch.setattr(ct.kernel, "_compile", spied)
     machine.compiled.cache_clear()  # for kernels that nothing has been compiled of
     inputs, kind = make_inputs(m, n, BF16, FP32), (n, BF16, size_class(m, n), FP32)
-    first = {op: launch.plan_for(problem(op, *kind, FACTS)).first for op in ("forward", "backward")}
+    first = {op: norm.plan_for(problem(op, *kind, FACTS)).first for op in ("forward", "backward")}
 
     def run(on, x, dy, weight):
         forward, backward = (plan(variant, op, *kind, on.facts) for op, variant in first.items())
-        y, rstd = plain_calls.forward(launch.Forward(on, forward), x, weight, inputs.eps, 0.0)
-        dx, dw = plain_calls.backward(launch.Backward(on, backward), x, dy, weight, rstd, 0.0)
+        y, rstd = plain_calls.forward(norm.Forward(on, forward), x, weight, inputs.eps, 0.0)
+        dx, dw = plain_calls.backward(norm.Backward(on, backward), x, dy, weight, rstd, 0.0)
         return {"y": y, "rstd": rstd, "dx": dx, "dw": dw}
 
     assert_within(expected_results(inputs), **run(machine_of(DEVICE), inputs.x, inputs.dy, inputs.weight))
@@ -102,11 +102,11 @@ def test_the_compile_tests_compile_what_launches_do(m, n, monkeypatch):
 @pytest.mark.parametrize("n", [64, 1024, 3104, 5120, 40000, 65536])
 def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compilations):
     """One compilation of each kernel for each class of M x N, M and P, whatever their values, eps and offset."""
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host import norm
 
     def train(m: int, eps: float, offset: float) -> tuple[str, str, str]:
         size = size_class(m, n)
-        sizes = launch.plan_for(problem("backward", n, BF16, size, weight_dtype, FACTS)).sizes(m)
+        sizes = norm.plan_for(problem("backward", n, BF16, size, weight_dtype, FACTS)).sizes(m)
         x = torch.randn(m, n, device=DEVICE, dtype=BF16, requires_grad=True)
         weight = torch.ones(n, device=DEVICE, dtype=weight_dtype, requires_grad=True)
         rms_norm(x, (n,), weight, eps, offset=offset, backend="cutile").sum().backward()

@@ -55,7 +55,7 @@ every_team = pytest.mark.parametrize(
 def backward_of(inputs, team, factor=1):
     """A call of the backward by this team, and x's rstd. The machine takes its GPU for one with `factor` times as many
     SMs, and launches as many blocks."""
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host import norm
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     x, dy, weight, eps, *_ = inputs
@@ -63,18 +63,18 @@ def backward_of(inputs, team, factor=1):
     machine = machine_of(DEVICE)
     facts = machine.facts._replace(sm_count=factor * machine.facts.sm_count)
     made = plan(team, "backward", x.shape[1], x.dtype, weight=weight.dtype, facts=facts)
-    return functools.partial(plain_calls.backward, launch.Backward(machine, made), x, dy, weight, rstd, 0.0)
+    return functools.partial(plain_calls.backward, norm.Backward(machine, made), x, dy, weight, rstd, 0.0)
 
 
 def forward_of(inputs, team):
     """A call of the forward by a team of as many members."""
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host import norm
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     x, _, weight, eps, *_ = inputs
     machine, first = machine_of(DEVICE), FORWARDS[team.members]
     made = plan(first, "forward", x.shape[1], x.dtype, weight=weight.dtype, facts=machine.facts)
-    return functools.partial(plain_calls.forward, launch.Forward(machine, made), x, weight, eps, 0.0)
+    return functools.partial(plain_calls.forward, norm.Forward(machine, made), x, weight, eps, 0.0)
 
 
 @pytest.mark.usefixtures("poisoned_empty")

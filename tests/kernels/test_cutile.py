@@ -16,7 +16,7 @@ from sweeps import shipped_entries
 
 from tilegym_rmsnorm.backends.cutile import interpreter
 from tilegym_rmsnorm.backends.cutile.host import norm
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
+from tilegym_rmsnorm.backends.cutile.host.norm import Backward, Forward
 from tilegym_rmsnorm.backends.cutile.plans import plan, variants
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW

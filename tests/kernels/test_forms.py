@@ -15,7 +15,7 @@ from narrow_variants import BACKWARDS
 from variants import Variant
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch
-from tilegym_rmsnorm.backends.cutile.host import launcher
+from tilegym_rmsnorm.backends.cutile.host import launcher, norm
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form
@@ -80,7 +80,7 @@ def test_dx_times_alpha(kernel, has_two):
         "backward", 93, BF16, weight=FP32, facts=machine.facts, form=Form(residual=True, d_residual=has_two)
     )
     wanted = variants.wanted_of(variant)._replace(**({} if has_two else {"d_residual": None}))
-    run = launch.Backward(machine, plan_of(problem, BACKWARDS[kernel]))
+    run = norm.Backward(machine, plan_of(problem, BACKWARDS[kernel]))
     tensors = x, inputs.dy, inputs.weight, rstd, inputs.d_residual_out
     dx, d_residual, dw, _ = run(variants.spec_of(variant), tensors, wanted)
     assert (d_residual is None) != has_two

@@ -15,8 +15,8 @@ from helpers import BF16, FP32, assert_within, expected_results, make_inputs
 from narrow_variants import BACKWARDS
 
 from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm.backends.cutile.host.norm import Backward
 from tilegym_rmsnorm.backends.cutile.interpreter.rebind import Namespace
-from tilegym_rmsnorm.backends.cutile.launch import Backward
 from tilegym_rmsnorm.backends.cutile.plans import variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.problem import Policy

@@ -26,15 +26,15 @@ from narrow_variants import BACKWARDS, FORWARDS, KERNELS
 from planning import H100, by_rules, by_tables, device, problem
 
 from tilegym_rmsnorm.backends.cutile import interpreter
+from tilegym_rmsnorm.backends.cutile.host.norm import Backward
+from tilegym_rmsnorm.backends.cutile.interpreter import OPERATIONS
 from tilegym_rmsnorm.backends.cutile.interpreter.arrays import Array
-from tilegym_rmsnorm.backends.cutile.interpreter.rebind import _OPERATIONS
 from tilegym_rmsnorm.backends.cutile.interpreter.tile import Tile
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import (
     packed_row_as_float32,
     paired_row_as_float32,
     row_as_float32,
 )
-from tilegym_rmsnorm.backends.cutile.launch import Backward
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
@@ -128,7 +128,7 @@ def test_what_is_loaded_by_gathers(variant, by_tiles, n, monkeypatch):
     """And with which conditions: where tiles end with x, none. 50 bfloat16 are no multiple of 16 bytes: no such row is
     loaded by tiles."""
     tiles, conditions = [], []
-    load, gather = (_OPERATIONS[name] for name in ("load", "gather"))
+    load, gather = (OPERATIONS[name] for name in ("load", "gather"))
 
     def counting_load(array, index, shape, **options):
         tiles.append(len(shape) == 2 and shape[0] == 4)  # not those of the sum
@@ -139,8 +139,8 @@ def test_what_is_loaded_by_gathers(variant, by_tiles, n, monkeypatch):
             conditions.append(options["check_bounds"])
         return gather(array, index, **options)
 
-    monkeypatch.setitem(_OPERATIONS, "load", counting_load)
-    monkeypatch.setitem(_OPERATIONS, "gather", counting_gather)
+    monkeypatch.setitem(OPERATIONS, "load", counting_load)
+    monkeypatch.setitem(OPERATIONS, "gather", counting_gather)
     inputs = make_inputs(13, n, BF16, FP32, device=CPU)
     run_forward(inputs, variant) if isinstance(variant, ForwardTiles) else run_backward(inputs, variant)
     by_tiles = by_tiles and n != 50
@@ -203,7 +203,7 @@ def test_no_tile_of_rows_that_are_not_aligned_is_loaded_as_one(
     is it declared what divides their length: kernels by chunks then have twice the branches (1164 bfloat16; not
     timed)."""
     loaded, declared = [], []  # by tiles, and sliced by what divides N: tensors whose rows are n long
-    load, slice_array = _OPERATIONS["load"], Array.slice
+    load, slice_array = OPERATIONS["load"], Array.slice
 
     def recording_slice(array, *bounds):
         if array.tensor.shape[-1] == n:
@@ -215,7 +215,7 @@ def test_no_tile_of_rows_that_are_not_aligned_is_loaded_as_one(
             loaded.append(array.tensor)
         return load(array, index, shape, **options)
 
-    monkeypatch.setitem(_OPERATIONS, "load", recording_load)
+    monkeypatch.setitem(OPERATIONS, "load", recording_load)
     monkeypatch.setattr(Array, "slice", recording_slice)
     inputs = make_inputs(13, n, dtype, dtype, device=CPU)
     if op == "forward":

@@ -13,7 +13,8 @@ import torch
 from cutile_runs import plan_for
 from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
 
-from tilegym_rmsnorm.backends.cutile import interpreter, launch
+from tilegym_rmsnorm.backends.cutile import interpreter
+from tilegym_rmsnorm.backends.cutile.host import norm
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam, BackwardTeam, ForwardTeam
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
@@ -40,13 +41,13 @@ class Scheduled(InterpretedMachine):
 def backward_of(inputs, team, machine):
     x, dy, weight, eps, offset, _ = inputs
     rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
-    run = launch.Backward(machine, plan_for(inputs, "backward", machine, team))
+    run = norm.Backward(machine, plan_for(inputs, "backward", machine, team))
     return plain_calls.backward(run, x, dy, weight, rstd, offset)
 
 
 def forward_of(inputs, team, machine):
     x, _, weight, eps, offset, _ = inputs
-    run = launch.Forward(machine, plan_for(inputs, "forward", machine, team))
+    run = norm.Forward(machine, plan_for(inputs, "forward", machine, team))
     return plain_calls.forward(run, x, weight, eps, offset)
 
 

@@ -19,9 +19,9 @@ import torch
 from planning import classes_of, device, plan, problem
 
 from tilegym_rmsnorm.backends.cutile import plans
+from tilegym_rmsnorm.backends.cutile.host.norm import Backward, Forward
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
 from tilegym_rmsnorm.backends.cutile.plans import variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of

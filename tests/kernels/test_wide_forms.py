@@ -19,7 +19,7 @@ if reason := why_skip("cutile"):
 
 from cutile_runs import ShuffledMachine
 
-from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.host import norm
 from tilegym_rmsnorm.backends.cutile.host.norm import form_of
 from tilegym_rmsnorm.backends.cutile.plans import variants as plans
 from tilegym_rmsnorm.backends.cutile.plans.partition import Team
@@ -181,7 +181,7 @@ def _check_forward(variant: Variant, first: plans.Variant | None = None, size: s
     plan, seeds = _plan(problem, first), itertools.count()
 
     def run() -> tuple[torch.Tensor, ...]:
-        found = launch.Forward(_machine(next(seeds)), plan)(spec, inputs[:4])
+        found = norm.Forward(_machine(next(seeds)), plan)(spec, inputs[:4])
         assert (found[2] is None) != variant.has_residual
         return tuple(each for each in found if each is not None)
 
@@ -225,7 +225,7 @@ def _check_backward(
     names = tuple(name for name, dtype in results if dtype is not None)
 
     def run() -> tuple[torch.Tensor, ...]:
-        found = launch.Backward(_machine(next(seeds)), plan)(spec, tensors, asked)
+        found = norm.Backward(_machine(next(seeds)), plan)(spec, tensors, asked)
         assert [each is not None for each in found] == [dtype is not None for _, dtype in results]
         assert all(each is None or each.is_contiguous() for each in found)
         return tuple(each for each in found if each is not None)

@@ -34,11 +34,11 @@ from helpers import BF16, FP16, FP32, in_turn
 from planning import by_rules, plan, problem, rules_of
 from sweeps import beside_float32, shipped_entries
 
+from tilegym_rmsnorm.backends.cutile.host.norm import Backward
 from tilegym_rmsnorm.backends.cutile.kernels.pdl import wait_for_launch_before
 from tilegym_rmsnorm.backends.cutile.kernels.rows import load_tile
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstInt
 from tilegym_rmsnorm.backends.cutile.kernels.weights import load_scale_tile
-from tilegym_rmsnorm.backends.cutile.launch import Backward
 from tilegym_rmsnorm.backends.cutile.plans.partition import Team
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, sum_of
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select

@@ -35,9 +35,9 @@ from pipelines import overwritten
 from planning import H200, by_rules, device, plan
 from sweeps import beside_float32, shipped_entries
 
+from tilegym_rmsnorm.backends.cutile.host.norm import Backward
 from tilegym_rmsnorm.backends.cutile.kernels.rows import load_gradient_tiles
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt
-from tilegym_rmsnorm.backends.cutile.launch import Backward
 from tilegym_rmsnorm.backends.cutile.plans.partition import Walks
 from tilegym_rmsnorm.backends.cutile.plans.problem import D_RESIDUAL, FLOAT32, OPS, RESIDUAL, SAME, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant

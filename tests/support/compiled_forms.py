@@ -6,7 +6,7 @@
 from compiling import CompilingMachine, meta
 from helpers import FP32
 
-from tilegym_rmsnorm.backends.cutile.launch import NAMES, Backward, Forward
+from tilegym_rmsnorm.backends.cutile.host.norm import NAMES, Backward, Forward
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     BIAS,
     D_RESIDUAL,

@@ -34,7 +34,7 @@ from cuda.tile.compilation import (
     export_kernel,
 )
 
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
+from tilegym_rmsnorm.backends.cutile.host.norm import Backward, Forward
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import Device
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice

@@ -9,8 +9,9 @@ import planning
 import torch
 from helpers import Inputs
 
-from tilegym_rmsnorm.backends.cutile import interpreter, launch
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
+from tilegym_rmsnorm.backends.cutile import interpreter
+from tilegym_rmsnorm.backends.cutile.host import norm
+from tilegym_rmsnorm.backends.cutile.host.norm import Backward, Forward
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import Policy
 from tilegym_rmsnorm.backends.cutile.plans.select import select
@@ -82,5 +83,5 @@ class ShuffledMachine(InterpretedMachine):
 
 
 def set_launcher(monkeypatch, name, kind):
-    """Have `launch.Forward` or `launch.Backward` make launchers of this class."""
-    monkeypatch.setattr(launch, name, functools.partial(kind, *getattr(launch, name).args))
+    """Have `norm.Forward` or `norm.Backward` make launchers of this class."""
+    monkeypatch.setattr(norm, name, functools.partial(kind, *getattr(norm, name).args))

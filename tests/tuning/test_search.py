@@ -17,8 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from table_cases import TARGET, entry_of
 
-from tilegym_rmsnorm.backends.cutile import launch
-from tilegym_rmsnorm.backends.cutile.host.launcher import find
+from tilegym_rmsnorm.backends.cutile.host.launcher import Launcher, find
 from tilegym_rmsnorm.backends.cutile.plans import problem, rules, variants
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     BIAS,
@@ -165,7 +164,7 @@ def test_a_fast_variant_that_is_wrong_is_rejected(finder, monkeypatch, bucket, s
     name = "Forward" if bucket is FORWARD else "Backward"
     wrong = tiles_of(bucket)[2]
 
-    class Spoiled(launch.Launcher):
+    class Spoiled(Launcher):
         def __call__(self, *arguments):
             results = super().__call__(*arguments)
             return spoil(results) if self.plan.first == wrong else results
@@ -205,7 +204,7 @@ def test_every_set_has_a_weight_and_rstd_of_its_own(finder, monkeypatch):
 def test_variants_are_timed_and_checked_beside_the_weight_of_their_bucket(finder, monkeypatch, weight):
     bucket, met = Bucket("forward", 64, "bfloat16", "small", weight), set()
 
-    class Spied(launch.Launcher):
+    class Spied(Launcher):
         def __call__(self, spec, tensors):
             met.add(tensors[1].dtype)
             return super().__call__(spec, tensors)
@@ -223,7 +222,7 @@ def test_every_m_and_an_odd_one_are_checked(finder, monkeypatch, is_odd):
     """A kernel is compiled apart for multiples of 16; each may be the wrong one."""
     smallest = min(search.rows_of(BACKWARD)) if not is_odd else max(search.rows_of(BACKWARD)) - 3
 
-    class WrongThere(launch.Launcher):
+    class WrongThere(Launcher):
         def __call__(self, spec, tensors, wanted):
             dx, d_residual, dw, db = super().__call__(spec, tensors, wanted)
             if tensors[0].shape[0] == smallest:
@@ -238,7 +237,7 @@ def test_every_m_and_an_odd_one_are_checked(finder, monkeypatch, is_odd):
 
 
 def test_what_a_kernel_fails_to_write_is_seen(finder, monkeypatch):
-    class Lazy(launch.Launcher):
+    class Lazy(Launcher):
         def __call__(self, spec, tensors):
             y, *others = super().__call__(spec, tensors)
             if self.plan.first == TILES[0]:
@@ -255,7 +254,7 @@ def test_what_a_kernel_fails_to_write_is_seen(finder, monkeypatch):
 def test_calls_that_follow_one_another_are_checked_too(finder, monkeypatch):
     """Filling memory with NaN keeps a call's first kernel from starting while the call before still runs."""
 
-    class Racing(launch.Launcher):
+    class Racing(Launcher):
         def __call__(self, spec, tensors, wanted):
             dx, d_residual, dw, db = super().__call__(spec, tensors, wanted)
             if not isinstance(self.machine, search.Poisoned) and tensors[0].shape[0] % 2:
@@ -269,7 +268,7 @@ def test_calls_that_follow_one_another_are_checked_too(finder, monkeypatch):
 
 
 def test_a_variant_whose_launch_raises_is_left_out(finder, monkeypatch):
-    class Failing(launch.Launcher):
+    class Failing(Launcher):
         def __init__(self, description, machine, plan):
             if plan.first == TILES[1]:
                 raise RuntimeError("no room in shared memory")
@@ -571,7 +570,7 @@ def test_a_residual_that_is_left_out_is_refused(finder, monkeypatch, op, form):
     """A kernel that takes no residual would do so."""
     name = "Forward" if op == "forward" else "Backward"
 
-    class Forgetful(launch.Launcher):
+    class Forgetful(Launcher):
         def __call__(self, spec, tensors, *wanted):
             *others, last = tensors  # residual, or d_residual_out
             return super().__call__(spec, (*others, torch.zeros_like(last)), *wanted)
@@ -583,7 +582,7 @@ def test_a_residual_that_is_left_out_is_refused(finder, monkeypatch, op, form):
 
 
 def test_an_alpha_that_is_left_out_is_refused(finder, monkeypatch):
-    class Forgetful(launch.Launcher):
+    class Forgetful(Launcher):
         def __call__(self, spec, tensors, wanted):
             return super().__call__(spec._replace(alpha=1.0), tensors, wanted)
 

@@ -148,7 +148,7 @@ def _has_calls(bucket: Bucket, machine: Machine) -> bool:
 def _without_teams(buckets: list[Bucket], machine: Machine) -> list[Bucket]:
     """Drop buckets that teams serve, by rules or entries: another kernel's entry would keep teams out of processes that
     allow them."""
-    from tilegym_rmsnorm.backends.cutile.launch import plan_for
+    from tilegym_rmsnorm.backends.cutile.host.norm import plan_for
 
     kept = [bucket for bucket in buckets if plan_for(bucket.problem(machine.facts)).first.members == 1]
     if left_out := len(buckets) - len(kept):

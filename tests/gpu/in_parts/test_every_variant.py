@@ -85,7 +85,7 @@ def rules_alone(tmp_path, monkeypatch, fresh_plans):
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_every_variant(dtype, part):
     """Each block takes two or three row tiles, the last of them partial, where 8M elements are enough for that."""
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host import norm
 
     for n in widths_of_variants(dtype, "large")[part::PARTS]:
         variants = by_rules(n, dtype, "large")
@@ -96,7 +96,7 @@ def test_every_variant(dtype, part):
         for weight_dtype in weight_dtypes(n, dtype, "large"):
             for op, variant in zip(("forward", "backward"), variants[weight_dtype is FP32], strict=True):
                 asked = problem(op, n, dtype, size_class(m, n), weight_dtype, FACTS)
-                assert launch.plan_for(asked).first == variant
+                assert norm.plan_for(asked).first == variant
             check_training_step(m, n, dtype, weight_dtype)
 
 
@@ -148,24 +148,24 @@ def test_every_entry_that_ships(op, dtype, part, monkeypatch):
 
 def check_entry(machine, bucket, variant, m):
     """Check what tuning does not: single rows, whose kernels are others, and dx alone by a backward's variant."""
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.host import norm
 
     inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32)
     x, dy, weight, eps, *_ = inputs
     expected = expected_results(inputs)
     kind = bucket.n, bucket.dtype, bucket.size, FP32, machine.facts
     if bucket.op == "forward":
-        run = launch.Forward(machine, plan(variant, "forward", *kind))
+        run = norm.Forward(machine, plan(variant, "forward", *kind))
         forward = functools.partial(plain_calls.forward, run, x, weight, eps, 0.0)
         assert_alike(expected, ("y", "rstd"), forward, 20)
         return
     _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
     if bucket.op == "backward":
-        backward = launch.Backward(machine, plan(variant, "backward", *kind))
+        backward = norm.Backward(machine, plan(variant, "backward", *kind))
         run = functools.partial(plain_calls.backward, backward, x, dy, weight, rstd, 0.0)
         assert_alike(expected, ("dx", "dw"), run, 20)
     if bucket.op == "dx" or variant.serves_dx_alone:
-        dx_alone = launch.Backward(machine, plan(variant, "dx", *kind))
+        dx_alone = norm.Backward(machine, plan(variant, "dx", *kind))
         run = functools.partial(plain_calls.backward, dx_alone, x, dy, weight, rstd, 0.0)
         assert_alike(expected, ("dx",), lambda: run()[:1], 20)
 

@@ -9,22 +9,15 @@ With TILEGYM_RMSNORM_INTERPRET=1 CPU tensors take the same path and the interpre
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from tilegym_rmsnorm.backends import around_kernels, around_rope
 from tilegym_rmsnorm.backends.contract import binding
 from tilegym_rmsnorm.backends.cutile.host import norm, rope
-from tilegym_rmsnorm.backends.cutile.host.launcher import Description, Launcher, bind
-from tilegym_rmsnorm.backends.cutile.host.norm import NAMES as NAMES
-from tilegym_rmsnorm.backends.cutile.host.norm import plan_for as plan_for
+from tilegym_rmsnorm.backends.cutile.host.launcher import Description, bind
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.backends.registry import register_impl
-
-# Launchers of plans of one's own: functions of a machine and a plan.
-Forward = functools.partial(Launcher, norm.FORWARD)
-Backward = functools.partial(Launcher, norm.BACKWARD)
 
 
 def _registered(op: Any, kernels: Description, compose: Callable[..., Any]) -> Any:

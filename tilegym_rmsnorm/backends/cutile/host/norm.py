@@ -228,6 +228,9 @@ BACKWARD = Description(
     _plan_of,
     _bind_backward,
 )
+# Launchers of plans of one's own: functions of a machine and a plan.
+Forward = functools.partial(Launcher, FORWARD)
+Backward = functools.partial(Launcher, BACKWARD)
 
 
 def _bind_launches(

@@ -18,6 +18,7 @@ keeps its dtype and shape through a loop, atomic accesses that other blocks see 
 
 from __future__ import annotations
 
+import enum
 import math
 import typing
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from types import FunctionType
 import cuda.tile as ct
 import torch
 
+from . import arrays, atomics, ops
 from .arrays import Array
 from .blocks import Blocks
 from .dtypes import NUMBER, TILE_DTYPE, TORCH_DTYPE, Constant, fits
@@ -38,6 +40,12 @@ Bound = Array | Tile | Constant | tuple["Bound", ...]  # an argument as a kernel
 LARGEST_GRID = (2**24 - 1, 2**16 - 1, 2**16 - 1)  # blocks in each dimension: cuda-tile's limit, then CUDA's
 
 __all__ = ["empty", "launch", "unwritten"]
+
+_PLAIN = ct.DType, enum.EnumMeta
+OPERATIONS = {
+    **{name: getattr(ct, name) for name in ct.__all__ if isinstance(getattr(ct, name), _PLAIN)},
+    **{name: getattr(module, name) for module in (ops, arrays, atomics) for name in module.__all__},
+}
 
 
 def launch(
@@ -71,7 +79,9 @@ def launch(
     if resident is not None and resident < 1:
         raise ValueError(f"resident: expected at least 1, got {resident}")
     parameters = _bind(function, args, blocks)
-    blocks.run(rebind(function, Namespace(blocks)), parameters, numbers if order is None else order)
+    blocks.run(
+        rebind(function, Namespace(blocks, OPERATIONS)), parameters, numbers if order is None else order
+    )
 
 
 def _checked_grid(grid: tuple[int, ...]) -> tuple[int, ...]:

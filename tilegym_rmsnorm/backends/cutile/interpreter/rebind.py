@@ -9,25 +9,24 @@ the source; only its globals differ. cuda.tile itself is never changed.
 from __future__ import annotations
 
 import builtins
-import enum
 from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType
 
 import cuda.tile as ct
 import torch
 
-from . import arrays, atomics, ops
+from . import ops
 from .blocks import Blocks
 from .dtypes import promote
 from .tile import Tile, as_index, as_tile
 
 
 class Namespace:
-    """Replacement of `ct`, the module cuda.tile, inside an interpreted kernel."""
+    """Replacement of `ct`, the module cuda.tile, inside an interpreted kernel. operations: what takes no block."""
 
-    def __init__(self, blocks: Blocks):
+    def __init__(self, blocks: Blocks, operations: dict[str, object]):
         self._blocks = blocks
-        vars(self).update(_OPERATIONS)
+        vars(self).update(operations)
 
     def bid(self, axis: int) -> Tile:
         return as_tile(self._blocks.block[_axis(axis)])
@@ -116,9 +115,4 @@ def _axis(axis: int) -> int:
     return axis
 
 
-_PLAIN = ct.DType, enum.EnumMeta
-_OPERATIONS = {
-    **{name: getattr(ct, name) for name in ct.__all__ if isinstance(getattr(ct, name), _PLAIN)},
-    **{name: getattr(module, name) for module in (ops, arrays, atomics) for name in module.__all__},
-}
 _BUILTINS = dict(vars(builtins), range=Range, min=_min, max=_max)

@@ -12,9 +12,8 @@ stays at its heads: that is how a backward with per-head weights sums dw.
 
 import cuda.tile as ct
 
-from .rows import has_aligned_rows, load_rstd_tile, load_tile, store_sum_of_rows
+from .rows import has_aligned_rows, load_rstd_tile, load_tile, load_vector, store_sum_of_rows
 from .tiles import ZERO, as_float32
-from .weights import load_vector
 
 
 def rows_in(SHAPE):

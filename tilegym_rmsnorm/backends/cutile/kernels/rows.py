@@ -168,6 +168,16 @@ def load_tile(array, index, shape, LATENCY, TMA, DIVISOR):
     return tile
 
 
+def load_vector(array, j, WIDTH, TMA, DIVISOR):
+    """Tile j of a weight or bias, shape (WIDTH,), as float32; how, `load_tile` says."""
+    if has_aligned_rows(array, DIVISOR):
+        tile = ct.load(array, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)
+    else:
+        tcolumns = j * WIDTH + ct.arange(WIDTH, dtype=ct.int32)
+        tile = ct.gather(array, tcolumns, check_bounds=True, padding_value=0)
+    return as_float32(tile)
+
+
 def load_optional_tile(arrays, *how):
     """Return (`load_tile` of the array in a tuple,), () without one."""
     return (load_tile(arrays[0], *how),) if len(arrays) > 0 else ()

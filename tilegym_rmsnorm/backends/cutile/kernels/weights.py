@@ -4,8 +4,8 @@
 
 import cuda.tile as ct
 
-from .rows import has_aligned_rows
-from .tiles import ZERO, as_float32, opaque_zero, words_of
+from .rows import load_vector
+from .tiles import as_float32, opaque_zero, words_of
 
 
 def weight_tile(weight, tcolumns, k, EVEN):
@@ -61,16 +61,6 @@ def joint_tile(tile, other, zero, ALIGNED):
 def bits_of(tile):
     """The bits of each element of a tile as an integer."""
     return ct.bitcast(tile, ct.int32 if tile.dtype == ct.float32 else ct.int16)
-
-
-def load_vector(array, j, WIDTH, TMA, DIVISOR):
-    """Tile j of a weight or bias, shape (WIDTH,), as float32; how, `load_tile` says."""
-    if has_aligned_rows(array, DIVISOR):
-        tile = ct.load(array, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)
-    else:
-        tcolumns = j * WIDTH + ct.arange(WIDTH, dtype=ct.int32)
-        tile = weight_tile(array, (tcolumns,), 0, False)
-    return as_float32(tile)
 
 
 def load_vector_tile(array, j, WIDTH, TMA, DIVISOR):

@@ -30,10 +30,12 @@ from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    D_RESIDUAL,
     FORMS,
     ITEMSIZE,
     OPS,
     PLAIN_ROWS,
+    RESIDUAL,
     SAME,
     WEIGHTS,
     Bucket,
@@ -44,6 +46,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
 from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL
 
 SCHEMA = 2
+SERVED_BY = {"forward": ("forward",), "backward": ("backward",), "dx": ("dx", "backward")}
 OF_LISTS = {"ops": OPS, "dtypes": tuple(ITEMSIZE), "weights": WEIGHTS, "sizes": SIZES, "forms": FORMS}
 OPTIONAL = {
     "weights": [SAME],
@@ -184,3 +187,16 @@ def render(record: Record) -> str:
         item["settings"] = record.settings[0]
     order = [*OF_LISTS, "n", "alignment", "lends", "gpus", "kernel", "settings", "spills", "evidence"]
     return json.dumps({name: item[name] for name in order if item[name] != OPTIONAL.get(name)})
+
+
+class Tables(NamedTuple):
+    """Records in the order in which they decide: of this GPU model (`entries`), then rules for its architecture."""
+
+    entries: tuple[Records, ...] = ()
+    rules: tuple[Records, ...] = ()
+
+
+def nearest_forms(form: str) -> tuple[str, ...]:
+    """A form, and those whose records suit it where it has none, the nearest first."""
+    of_residual = (RESIDUAL,) if form == D_RESIDUAL else ()
+    return tuple(dict.fromkeys((form, *of_residual, PLAIN_ROWS)))

@@ -18,30 +18,20 @@ from typing import NamedTuple
 from tilegym_rmsnorm.backends.cutile.plans import rules
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
-    D_RESIDUAL,
     FLOAT32,
     ITEMSIZE,
     PLAIN,
     PLAIN_ROWS,
-    RESIDUAL,
     SAME,
     Bucket,
     Problem,
     form_named,
 )
-from tilegym_rmsnorm.backends.cutile.plans.records import Record, Records
+from tilegym_rmsnorm.backends.cutile.plans.records import SERVED_BY, Record, Tables, nearest_forms
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
-SERVED_BY = {"forward": ("forward",), "backward": ("backward",), "dx": ("dx", "backward")}
-
-
-class Tables(NamedTuple):
-    """Records in the order in which they decide: of this GPU model (`entries`), then rules for its architecture."""
-
-    entries: tuple[Records, ...] = ()
-    rules: tuple[Records, ...] = ()
 
 
 class Choice(NamedTuple):
@@ -86,12 +76,6 @@ def choose(problem: Problem, tables: Tables) -> Choice:
     if not first.serves_form(problem):
         raise ValueError(f"expected a form that kernels take (rules.is_fused), got {problem.form}")
     return Choice(first, "reasoned (plans/rules.py)")
-
-
-def nearest_forms(form: str) -> tuple[str, ...]:
-    """A form, and those whose records suit it where it has none, the nearest first."""
-    of_residual = (RESIDUAL,) if form == D_RESIDUAL else ()
-    return tuple(dict.fromkeys((form, *of_residual, PLAIN_ROWS)))
 
 
 def _like(bucket: Bucket) -> Iterator[Bucket]:

@@ -19,8 +19,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, Bucket, Target
-from tilegym_rmsnorm.backends.cutile.plans.records import SCHEMA, Record, Records, parse, render
-from tilegym_rmsnorm.backends.cutile.plans.select import SERVED_BY, Tables, nearest_forms
+from tilegym_rmsnorm.backends.cutile.plans.records import (
+    SCHEMA,
+    SERVED_BY,
+    Record,
+    Records,
+    Tables,
+    nearest_forms,
+    parse,
+    render,
+)
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
 
 SHIPPED_FOLDER = Path(__file__).parents[1] / "plans"

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.host import norm
+from tilegym_rmsnorm.backends.cutile.host.launcher import Launcher
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, Bucket, form_named
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
@@ -93,11 +94,11 @@ def runner(machine: Machine, bucket: Bucket, variant: Variant) -> Run:
     """Return a function that runs a bucket's op by a variant, and names the results."""
     plan = plan_of(bucket.problem(machine.facts), variant)
     if bucket.op == "forward":
-        return functools.partial(_forward, launch.Forward(machine, plan))
-    return functools.partial(_backward, launch.Backward(machine, plan))
+        return functools.partial(_forward, norm.Forward(machine, plan))
+    return functools.partial(_backward, norm.Backward(machine, plan))
 
 
-def _forward(run: launch.Launcher, inputs: Inputs) -> Outputs:
+def _forward(run: Launcher, inputs: Inputs) -> Outputs:
     x, _, weight, _, residual, bias, alpha = inputs
     residual_dtype = None if residual is None else x.dtype
     spec = Spec(run.plan.problem.n, EPS, 0.0, "once", alpha, x.dtype, residual_dtype)
@@ -105,7 +106,7 @@ def _forward(run: launch.Launcher, inputs: Inputs) -> Outputs:
     return _present(y=y, rstd=rstd, residual_out=residual_out)
 
 
-def _backward(run: launch.Launcher, inputs: Inputs) -> Outputs:
+def _backward(run: Launcher, inputs: Inputs) -> Outputs:
     x, dy, weight, rstd, d_residual_out, bias, alpha = inputs
     has_dw = run.plan.problem.op == "backward"
     wanted = Wanted(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from tilegym_rmsnorm import settings
-from tilegym_rmsnorm.backends.cutile.launch import plan_for
+from tilegym_rmsnorm.backends.cutile.host.norm import plan_for
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
