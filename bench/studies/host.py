@@ -38,7 +38,7 @@ from bench.measure.shapes import DTYPES
 from bench.providers.ours import EPS
 from tilegym_rmsnorm import rms_norm, rms_norm_forward, settings
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.backends.layout import bound
+from tilegym_rmsnorm.call.layout import bound
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.measure.timer import host_sampler, wall_sampler
 from tilegym_rmsnorm.ops.norm.passes import KNOWN, norm_call

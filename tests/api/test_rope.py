@@ -16,7 +16,7 @@ from rope_calls import both_passes, case, ours
 
 from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.backends.layout import viewed
+from tilegym_rmsnorm.call.layout import viewed
 from tilegym_rmsnorm.ops.rope import passes as rope_passes
 from tilegym_rmsnorm.ops.rope.passes import rope_views
 from tilegym_rmsnorm.ops.rope.spec import RopeWanted

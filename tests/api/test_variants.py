@@ -32,7 +32,7 @@ from variants import (
 
 from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.backends import around_kernels, torch_reference
-from tilegym_rmsnorm.backends.layout import as_rows, view_of_vector, viewed, views_of
+from tilegym_rmsnorm.call.layout import as_rows, view_of_vector, viewed, views_of
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardTiles
 from tilegym_rmsnorm.backends.cutile.runtime import tables
 from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
-from tilegym_rmsnorm.backends.layout import viewed, views_of
+from tilegym_rmsnorm.call.layout import viewed, views_of
 
 WIDTHS = (
     1,

@@ -17,8 +17,7 @@ OPS = sorted(path.name for path in (ROOT / PACKAGE / "ops").iterdir() if (path /
 # From below: a module may import those of its own line and of the lines above. The first line that a name begins with.
 LAYERS = (
     (f"{PACKAGE}.call.spec", f"{PACKAGE}.call.watched"),
-    (f"{PACKAGE}.call.tensors", f"{PACKAGE}.call.arithmetic"),
-    (f"{PACKAGE}.call.options",),
+    (f"{PACKAGE}.call.tensors", f"{PACKAGE}.call.arithmetic", f"{PACKAGE}.call.layout"),
     (f"{PACKAGE}.call.validation",),
     (f"{PACKAGE}.call", f"{PACKAGE}.settings"),
     # an op's records, checks and formula; its other files are above the routes
@@ -30,7 +29,7 @@ LAYERS = (
     (f"{CUTILE}.kernels",),
     (f"{CUTILE}.interpreter",),
     (f"{PACKAGE}.backends.versions", f"{PACKAGE}.backends.refusals", f"{CUTILE}.runtime"),
-    (f"{PACKAGE}.backends.layout", f"{PACKAGE}.backends.torch_reference"),
+    (f"{PACKAGE}.backends.torch_reference",),
     (f"{PACKAGE}.backends.around_kernels", f"{PACKAGE}.backends.around_rope"),
     (f"{CUTILE}.host.launcher",),
     tuple(f"{CUTILE}.host.{op}" for op in OPS),

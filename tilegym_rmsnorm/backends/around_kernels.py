@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.layout import as_rows
 from tilegym_rmsnorm.call.arithmetic import joint_dtype, round_xhat
+from tilegym_rmsnorm.call.layout import as_rows
 from tilegym_rmsnorm.ops.norm.reference import residual_sum, sum_of_rows
 from tilegym_rmsnorm.ops.norm.spec import (
     BackwardFunction,

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from numbers import Rational, Real
 from typing import Any, NoReturn, get_args
 
-import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.spec import Casting
-from tilegym_rmsnorm.call.watched import is_symbol, is_traced
+from tilegym_rmsnorm.call.validation import fail, shown
+from tilegym_rmsnorm.call.watched import is_symbol
 
 CASTINGS = get_args(Casting)
 _INF, _MOST = math.inf, sys.float_info.max
@@ -86,24 +86,3 @@ def refuse_torch_jit_script(*_: Any) -> NoReturn:
     raise RuntimeError(
         "torch.jit.script does not take norms of tilegym_rmsnorm: use torch.export.export, which keeps the kernels"
     )
-
-
-# Others may have a repr that Dynamo cannot trace, as NumPy's numbers.
-_SHOWN_BY_DYNAMO = (int, float, complex, str, bytes, tuple, list, dict, type(None), torch.dtype)
-
-
-def shown(value: object) -> str:
-    """Show a given value in a message. The values of tensors are not read: reading may wait for a device."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if is_traced() and not isinstance(value, _SHOWN_BY_DYNAMO):
-        kind = type(value).__name__
-        hint = ": Dynamo takes numbers of NumPy for arrays, so pass Python's" if kind == "ndarray" else ""
-        return f"an object of type {kind}{hint}"
-    is_shown = not isinstance(value, (tuple, list)) or not any(isinstance(each, Tensor) for each in value)
-    return repr(value) if is_shown else f"a {type(value).__name__} with tensors"
-
-
-def fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
-    """Raise `error` with the text that every check has."""
-    raise error(f"{name}: expected {expected}, got {got}")

@@ -18,13 +18,12 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from tilegym_rmsnorm.call.options import fail, shown
 from tilegym_rmsnorm.call.tensors import is_dtensor
 from tilegym_rmsnorm.call.watched import get_trace, is_traced, outside_of_trace
 
@@ -288,3 +287,24 @@ def are_equal_in_graph(sizes: Sequence[int], others: Sequence[int]) -> bool:
 
 def named(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
+
+
+# Others may have a repr that Dynamo cannot trace, as NumPy's numbers.
+_SHOWN_BY_DYNAMO = (int, float, complex, str, bytes, tuple, list, dict, type(None), torch.dtype)
+
+
+def shown(value: object) -> str:
+    """Show a given value in a message. The values of tensors are not read: reading may wait for a device."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if is_traced() and not isinstance(value, _SHOWN_BY_DYNAMO):
+        kind = type(value).__name__
+        hint = ": Dynamo takes numbers of NumPy for arrays, so pass Python's" if kind == "ndarray" else ""
+        return f"an object of type {kind}{hint}"
+    is_shown = not isinstance(value, (tuple, list)) or not any(isinstance(each, Tensor) for each in value)
+    return repr(value) if is_shown else f"a {type(value).__name__} with tensors"
+
+
+def fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
+    """Raise `error` with the text that every check has."""
+    raise error(f"{name}: expected {expected}, got {got}")

@@ -15,9 +15,8 @@ from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import functional
 from tilegym_rmsnorm.call.arithmetic import joint_dtype
-from tilegym_rmsnorm.call.options import fail
 from tilegym_rmsnorm.call.tensors import is_plain
-from tilegym_rmsnorm.call.validation import check_like, check_tensor, check_vector
+from tilegym_rmsnorm.call.validation import check_like, check_tensor, check_vector, fail
 
 
 def rmsnorm(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.arithmetic import compute_dtype, default_eps, promoted
-from tilegym_rmsnorm.call.options import check_casting, checked_eps, checked_number, fail
+from tilegym_rmsnorm.call.options import check_casting, checked_eps, checked_number
 from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import check_memory, made_plain
 from tilegym_rmsnorm.call.validation import (
@@ -30,6 +30,7 @@ from tilegym_rmsnorm.call.validation import (
     check_vector,
     check_weight,
     checked_dtype,
+    fail,
     last_dims,
 )
 from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace

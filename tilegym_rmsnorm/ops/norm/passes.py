@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.layout import arranged, in_shape_of, view_of_vector, views_of
 from tilegym_rmsnorm.backends.registry import unseen
 from tilegym_rmsnorm.call.arithmetic import compute_dtype
+from tilegym_rmsnorm.call.layout import arranged, in_shape_of, view_of_vector, views_of
 from tilegym_rmsnorm.call.spec import Call, Checked, dtype_of
 from tilegym_rmsnorm.call.tensors import savable
 from tilegym_rmsnorm.ops.norm import operations

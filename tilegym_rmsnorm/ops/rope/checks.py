@@ -27,7 +27,6 @@ from tilegym_rmsnorm.call.options import (
     checked_eps,
     checked_int,
     checked_number,
-    fail,
 )
 from tilegym_rmsnorm.call.spec import Checked
 from tilegym_rmsnorm.call.tensors import is_dtensor, made_plain
@@ -37,6 +36,7 @@ from tilegym_rmsnorm.call.validation import (
     check_input,
     check_like,
     check_vector,
+    fail,
     size_outside_of_trace,
     spans,
 )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.layout import View, arranged, in_shape_of, is_packed, packed
+from tilegym_rmsnorm.call.layout import View, arranged, in_shape_of, is_packed, packed
 from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import check_memory, savable
 from tilegym_rmsnorm.ops.rope.checks import names_of
