@@ -28,14 +28,6 @@ from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, rou
 from tilegym_rmsnorm.routes.known_calls import run_and_remember
 from tilegym_rmsnorm.settings import BackendName
 
-__all__ = [
-    "compute_rms_norm_rstd_torch",
-    "rms_norm",
-    "rms_norm_backward",
-    "rms_norm_backward_torch",
-    "rms_norm_forward",
-]
-
 
 @overload
 def rms_norm(

@@ -20,8 +20,6 @@ from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS, RopeOutputs, RopeRoundin
 from tilegym_rmsnorm.routes.by_library_ops import run_checked
 from tilegym_rmsnorm.settings import BackendName
 
-__all__ = ["qk_norm_rope", "rms_norm_rope"]
-
 
 def qk_norm_rope(
     q: Tensor,

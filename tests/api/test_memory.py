@@ -62,7 +62,7 @@ def kernels(request, monkeypatch):
         pytest.skip("the allocator says it: tests/gpu/test_gpu_memory.py")
     if reason := why_skip(request.param):
         pytest.skip(reason)
-    monkeypatch.setattr("tilegym_rmsnorm.backends.registry.without_modes", contextlib.nullcontext)
+    monkeypatch.setattr("tilegym_rmsnorm.backends.registry._disable_current_modes", contextlib.nullcontext)
     if request.param == "triton":
         from triton.runtime.interpreter import GridExecutor
 

@@ -326,7 +326,7 @@ def test_a_row_stride_beyond_int32_is_copied_away(m, monkeypatch):
     monkeypatch.setattr(norm, "LARGEST_STRIDE", 199)
     machine = InterpretedMachine()
     run = Forward(machine, plan_for(inputs, "forward", machine))
-    assert norm._reads_copy(run, far) and norm._copied(far).stride() == (64, 1)
+    assert norm._reads_copy(run, far) and norm.packed(far).stride() == (64, 1)
     assert_within(expected_results(inputs), **run_forward(inputs._replace(x=far)))
 
 

@@ -97,7 +97,7 @@ def write_with_rope(folder: Path, *entries: Record) -> Path:
 
 def forget_files() -> None:
     """Files are read once in a process, and by this again."""
-    reads = (tables.table_in, tables._of_gpu, tables._rules, tables.shipped_records, tables._shipped)
+    reads = (tables.table_in, tables._of_gpu, tables._rules, tables.shipped_records)
     for read in (*reads, tables._tell_of_rope):
         read.cache_clear()
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.arithmetic import joint_dtype, round_xhat
-from tilegym_rmsnorm.call.layout import as_rows
+from tilegym_rmsnorm.call.layout import as_rows, in_shape_of
 from tilegym_rmsnorm.ops.norm.reference import residual_sum, sum_of_rows
 from tilegym_rmsnorm.ops.norm.spec import (
     BackwardFunction,
@@ -47,11 +47,6 @@ def _tell(op: str, x: Tensor, n: int, parts: tuple[str, ...]) -> None:
         _log.debug("%s of %d %s columns: %s by PyTorch's operations around the kernels", op, n, x.dtype, what)
 
 
-def _shaped(y: Tensor, x: Tensor) -> Tensor:
-    """Give y, which is new, x's shape, not as a view: autograd forbids in-place operations on views that it returns."""
-    return y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)
-
-
 def _of_kernel(spec: Spec, **changes: Any) -> Spec:
     """Make the Spec of a call without residual and heads. `kernel` gets all other fields as they are."""
     return spec._replace(alpha=1.0, residual_dtype=None, heads=0, **changes)
@@ -69,7 +64,7 @@ def forward(kernel: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Out
     _tell("rms_norm_forward", x, spec.n, parts_of(residual is not None, bias is not None, is_per_head))
     if bias is None and not is_per_head:
         y, rstd, _ = kernel(_of_kernel(spec, y_dtype=y_dtype), (as_rows(x, spec.n), weight, None, None))
-        return _shaped(y, x), rstd, residual_out
+        return in_shape_of(x, y), rstd, residual_out
 
     dtype = joint_dtype(x, weight, bias)
     # casting="llama" rounds xhat before the weight, and a per-head weight is applied here: so xhat is rounded here too.
@@ -82,7 +77,7 @@ def forward(kernel: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Out
         y = round_xhat(y, x.dtype, spec.casting).view(-1, *weight.shape) * (weight.to(dtype) + spec.offset)
     if bias is not None:
         y = y.view(-1, *bias.shape) + bias.to(dtype)
-    return _shaped(y.to(y_dtype), x), rstd, residual_out
+    return in_shape_of(x, y.to(y_dtype)), rstd, residual_out
 
 
 @torch.no_grad()

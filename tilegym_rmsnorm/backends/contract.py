@@ -3,10 +3,9 @@
 
 """Define a backend by types: the module that says whether it can run, and what it knows of a call.
 
-mypy compares every backend with these types: modules in backends/__init__.py; and functions with the types of their op,
-where `register_impl` (registry.py) decorates them. A function must run every call that its module's `unusable` lets
-through, whole or by a simpler kernel between PyTorch's operations (around_kernels.py). `Request` is all that `unusable`
-knows of a call: not how many rows it has.
+mypy compares the module of each backend with `BackendModule` (backends/__init__.py). A function must run every call
+that its module's `unusable` lets through, whole or by a simpler kernel between PyTorch's operations
+(around_kernels.py). `Request` is all that `unusable` knows of a call: not how many rows it has.
 
 A backend receives the tensors of a call in the order, shapes and strides that spec.py of the op says, as
 ops/norm/spec.py. None is a tensor that is absent, or not wanted.

@@ -16,15 +16,16 @@ import importlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.contract import BackendModule, Request, Unusable
-from tilegym_rmsnorm.call.spec import Facts, OpName
+from tilegym_rmsnorm.call.spec import Facts
 from tilegym_rmsnorm.call.tensors import are_aligned
-from tilegym_rmsnorm.call.watched import count_modes, without_modes
+from tilegym_rmsnorm.call.watched import count_modes
 from tilegym_rmsnorm.ops.norm.spec import NORM_OPS
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPS
 from tilegym_rmsnorm.settings import AUTO_ORDER, NAMES, check_name, get_current_backend
@@ -36,7 +37,6 @@ BACKEND_MODULES = {
     "torch": "tilegym_rmsnorm.backends.torch_reference",
 }
 Function = Callable[..., Any]
-_F = TypeVar("_F")
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
 _NOTHING_HIDDEN = contextlib.nullcontext()
@@ -76,10 +76,6 @@ _chosen: dict[tuple[str, Request, str], Function] = {}
 MOST_CHOICES = 1024  # else calls that each have another width would leak memory
 
 
-@overload
-def register_impl(op: OpName[_F], backend: str) -> Callable[[_F], _F]: ...
-@overload
-def register_impl(op: str, backend: str) -> Callable[[Any], Any]: ...
 def register_impl(op: str, backend: str) -> Callable[[Any], Any]:
     """Decorate a function to register it as the backend's implementation of `op`; registering twice is a ValueError."""
     check_name("op", op, OPS)
@@ -140,22 +136,17 @@ def _request_of(spec: Any, facts: Facts, obstacle: str | None) -> Request:
     )
 
 
-def is_reference(function: Callable[..., Any]) -> bool:
-    """Whether a function that `dispatch` returned is the reference, backend "torch": PyTorch's operations alone."""
-    return _is_of(("torch",), function)
-
-
 def _is_of(backends: tuple[str, ...], function: Callable[..., Any]) -> bool:
     return any(function is _impls.get((op, backend)) for backend in backends for op in OPS)
 
 
 def unseen(function: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a block that hides dispatch modes while a kernel runs: a mode could wrap or replace the memory that the
-    kernel is about to fill. The reference is PyTorch's operations, which a mode may count, save or replace: for it
-    modes stay."""
-    if count_modes() == 0 or function is None or is_reference(function):
+    """Return a block that hides dispatch modes while a kernel runs: a mode such as FlopCounterMode, a logger or
+    selective checkpointing could keep, wrap or replace the memory that the kernel is about to fill. The reference is
+    PyTorch's operations, which a mode may count, save or replace: for it modes stay."""
+    if count_modes() == 0 or function is None or _is_of(("torch",), function):
         return _NOTHING_HIDDEN
-    return without_modes()
+    return _disable_current_modes()
 
 
 def is_settled(function: Callable[..., Any], device: torch.device) -> bool:

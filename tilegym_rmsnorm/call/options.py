@@ -42,13 +42,14 @@ def checked_int(name: str, value: int, lowest: int, or_else: str = "") -> int:
     return value
 
 
-def checked_eps(eps: float | None) -> float | None:
-    """Check and return eps as a float, or None. A torch.SymFloat without a known value is not checked."""
+def checked_eps(eps: float | None, hint: str = "; a residual is given by name: residual=") -> float | None:
+    """Check and return eps as a float, or None. A torch.SymFloat without a known value is not checked. hint: where eps
+    is a tensor: other libraries take the residual in this position."""
     if eps is None or (not isinstance(eps, Tensor) and is_symbol(eps)):
         return eps
     expected = "a finite number, at least 0, or None"
-    if isinstance(eps, Tensor) and eps.ndim:  # other libraries take the residual in this position
-        fail(TypeError, "eps", expected, f"{shown(eps)}; a residual is given by name: residual=")
+    if isinstance(eps, Tensor) and eps.ndim:
+        fail(TypeError, "eps", expected, f"{shown(eps)}{hint}")
     return checked_number("eps", eps, 0.0, expected)
 
 

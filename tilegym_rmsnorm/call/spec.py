@@ -10,12 +10,11 @@ routes ask about a call without knowing its op.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-_F = TypeVar("_F")
 Casting = Literal["once", "llama"]  # see `rms_norm`
 Maybe = Tensor | None
 
@@ -23,10 +22,6 @@ Maybe = Tensor | None
 # Properties of a call's tensors by which a backend is chosen: the dtypes of the first rows, of their weight and of all
 # others; the tensors whose rows kernels read, the first of them never None; and names for logs, see `parts_of`.
 Facts = tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]
-
-
-class OpName(str, Generic[_F]):
-    """Name of an op of the backends. _F: the type of the functions that implement it."""
 
 
 class Call(NamedTuple):
@@ -37,7 +32,7 @@ class Call(NamedTuple):
     # Functions of the backend (backends/contract.py); None where the call does not need one.
     forward: Callable[..., Any] | None = None
     backward: Callable[..., Any] | None = None
-    dtype: torch.dtype | None = None  # of the normalized tensor: x, or residual_out with a residual
+    dtype: torch.dtype | None = None  # of what a recorded forward normalized: x, or residual_out
 
 
 def dtype_of(tensor: Tensor | None) -> torch.dtype | None:

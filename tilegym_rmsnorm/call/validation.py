@@ -151,7 +151,7 @@ def check_residual(
     nothing."""
     if residual is not None:
         check_like("residual", residual, x, x_name)
-        checked_dtype("residual_dtype", dtype, x.is_complex())
+        checked_dtype("residual_dtype", dtype, COMPLEX_DTYPES if x.is_complex() else DTYPES)
     elif alpha != 1.0:
         fail(ValueError, "residual_alpha", "1.0 without a residual", alpha)
     elif dtype is not None:
@@ -202,18 +202,13 @@ def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
         fail(TypeError, name, f"layout {x.layout}", tensor.layout)
 
 
-def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False) -> torch.dtype | None:
-    """Check and return a floating dtype, or None; complex for complex x."""
-    dtypes = COMPLEX_DTYPES if is_complex else DTYPES
+def checked_dtype(
+    name: str, dtype: torch.dtype | None, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> torch.dtype | None:
+    """Check and return one of `dtypes`, or None."""
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in dtypes):
         fail(TypeError, name, f"None or a dtype of {named(dtypes)}", shown(dtype))
     return dtype
-
-
-def check_dtype_of_parameters(dtype: torch.dtype | None) -> None:
-    """Check that dtype is None, or a dtype that weight may have."""
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in ALL_DTYPES):
-        fail(TypeError, "dtype", f"None or a dtype of {named(ALL_DTYPES)}", shown(dtype))
 
 
 def size_outside_of_trace(size: Any) -> Any:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_variadic
-from torch.utils._python_dispatch import _disable_current_modes
 
 is_traced = torch.compiler.is_dynamo_compiling  # torch.compile or strict torch.export
 is_compiled = torch.compiler.is_compiling  # in non-strict torch.export too
@@ -155,12 +154,6 @@ def outside_of_trace(check: Callable[..., Any], *arguments: Any, **options: Any)
         return check(*arguments, **options)
     finally:
         _set_trace(trace)
-
-
-def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Return a block in which dispatch modes are off. A mode such as FlopCounterMode, a logger or selective
-    checkpointing could keep, wrap or replace the memory that a kernel is about to fill."""
-    return _disable_current_modes()
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

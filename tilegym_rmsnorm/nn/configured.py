@@ -25,18 +25,14 @@ from tilegym_rmsnorm.call.options import (
     checked_heads,
     checked_number,
 )
-from tilegym_rmsnorm.call.validation import check_dtype_of_parameters, checked_dtype
-from tilegym_rmsnorm.nn.keywords import check_keywords
+from tilegym_rmsnorm.call.validation import ALL_DTYPES, checked_dtype
+from tilegym_rmsnorm.nn.keywords import OURS, check_keywords
 from tilegym_rmsnorm.settings import check_backend_name
 
 Norm = TypeVar("Norm", bound=torch.nn.RMSNorm)
 
 # Names of parameters in the norms of transformers, beside `eps`.
-OTHER_NAMES = {
-    "hidden_size": "normalized_shape",
-    "dim": "normalized_shape",
-    "with_scale": "elementwise_affine",
-}
+OTHER_NAMES = {name: OURS[name].removesuffix("=") for name in ("hidden_size", "dim", "with_scale")}
 # `forward` reads these. They are class attributes too, for modules that get the class after they were built.
 _READ_BY_FORWARD = ("offset", "casting", "backend", "residual_alpha", "residual_dtype", "out_dtype")
 
@@ -153,7 +149,7 @@ def _checked(base: type, options: Mapping[str, Any]) -> dict[str, Any]:
     check_backend_name(options.get("backend"))
     if options.get("device") is not None:
         checked["device"] = torch.device(options["device"])
-    check_dtype_of_parameters(options.get("dtype"))
+    checked_dtype("dtype", options.get("dtype"), ALL_DTYPES)
     for name in ("elementwise_affine", "bias"):
         checked_bool(name, options.get(name, False))
     return checked

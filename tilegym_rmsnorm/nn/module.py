@@ -21,7 +21,7 @@ from tilegym_rmsnorm.call.options import (
     refuse_torch_jit_script,
 )
 from tilegym_rmsnorm.call.spec import Casting
-from tilegym_rmsnorm.call.validation import check_dtype_of_parameters, checked_dtype, checked_sizes_of_weight
+from tilegym_rmsnorm.call.validation import ALL_DTYPES, checked_dtype, checked_sizes_of_weight
 from tilegym_rmsnorm.call.watched import is_traced
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.nn.configured import Norm, configured_class
@@ -95,7 +95,7 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         shape = checked_sizes_of_weight(normalized_shape)
         checked_bool("elementwise_affine", elementwise_affine)
-        check_dtype_of_parameters(dtype)
+        checked_dtype("dtype", dtype, ALL_DTYPES)
         check_casting(casting)
         self.heads = checked_heads(heads)
         if heads is not None and not elementwise_affine:
@@ -180,8 +180,9 @@ class RMSNorm(torch.nn.RMSNorm):
             bias = None
         if "backend" not in attributes:
             self._take_defaults()
-        if residual is not None or self.out_dtype is not None:
-            return self._with_more(x, residual, weight, bias)
+        alpha, residual_dtype = 1.0, None
+        if residual is not None:
+            alpha, residual_dtype = self.residual_alpha, self.residual_dtype
         return rms_norm(
             x,
             attributes["normalized_shape"],
@@ -189,31 +190,16 @@ class RMSNorm(torch.nn.RMSNorm):
             attributes["eps"],
             bias=bias,
             offset=attributes["offset"],
+            residual=residual,
+            residual_alpha=alpha,
+            residual_dtype=residual_dtype,
+            out_dtype=self.out_dtype,
             casting=attributes["casting"],
             backend=attributes["backend"],
         )
 
     if TYPE_CHECKING:
         __call__ = forward  # torch.nn.Module's is Any to type checkers
-
-    def _with_more(self, x: Tensor, residual: Tensor | None, weight: Any, bias: Any):
-        """Run `forward` with a residual, or with an out_dtype."""
-        options: dict[str, Any] = {}
-        if residual is not None:
-            options = {"residual_alpha": self.residual_alpha, "residual_dtype": self.residual_dtype}
-        return rms_norm(
-            x,
-            self.normalized_shape,
-            weight,
-            self.eps,
-            bias=bias,
-            offset=self.offset,
-            residual=residual,
-            **options,
-            out_dtype=self.out_dtype,
-            casting=self.casting,
-            backend=self.backend,
-        )
 
     def _take_defaults(self) -> None:
         """Set the attributes of a module that was built as a torch.nn.RMSNorm; its eps stays."""

@@ -5,7 +5,7 @@
 
     KERNELS      a backend runs the call on plain tensors (call/tensors.py): eager calls, float64 by backend "torch"
     OP           a library op replaces the call (op.py of the op): in graphs, for DTensors, and under dispatch modes
-    OPERATIONS   PyTorch's differentiable operations compute the call (operations.py of the op): in transforms, for
+    OPERATIONS   PyTorch's differentiable operations compute the call: in transforms, for
                  tensors that neither takes, and with backend="torch" in place of OP
     UNTRACED     torch.compile breaks its graph, and the call runs eagerly: a kernel was asked for by name, and no op
                  can replace the call
@@ -13,8 +13,8 @@
 docs/architecture.md, "All other calls", has the whole list.
 
 `route_of` decides for the public functions and for the gradients that autograd asks of an eager call: each caller takes
-the route. Where Dynamo traces, traced.py comes first: it writes the op for usual calls, with few guards, and leaves all
-others to the checks and to `route_of`.
+the route. Where Dynamo traces, `norm_in_graph` and its like (op.py of each op) come first: they call the op for usual
+calls, with few guards, and leave all others to the checks and to `route_of`.
 
 A library op asks less. PyTorch's operations replace it in a transform (`why_transformed`), and its gradient under
 create_graph (`why_create_graph`). `call_of_op` chooses its backend when it runs.
@@ -98,9 +98,8 @@ def route_of(
         # No mode is shown the op of a backward whose forward was no op.
         reason = _why_op(in_graph, given, sees_modes=are_plain and not is_by_autograd)
         if reason is not None and not (is_differentiable and _would_gather(in_graph, given)):
-            if (
-                not watched.is_traced()
-            ):  # Dynamo can trace neither logging nor, before torch 2.11, a property of a Spec
+            # Dynamo can trace neither logging nor, before torch 2.11, a property of a Spec.
+            if not watched.is_traced():
                 _tell(spec.ops[wanted is not None], reason)
             return Route(OP, Call(spec, in_graph), reason)
     if watched.is_traced():
@@ -163,7 +162,7 @@ def _call_on_backend(
     if has_backward:
         has_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
     forward, backward = implementations_of(spec, tensors, backend, obstacle, has_backward)
-    return Call(spec, backend, forward, backward, spec.dtype_of_rows(tensors))
+    return Call(spec, backend, forward, backward)
 
 
 def _tell(op: str, reason: str) -> None:

@@ -68,7 +68,7 @@ class KnownCalls:
         self._kinds[key] = (kind, *self._kinds.get(key, ())[: MOST_KINDS - 1])
 
 
-_SHARED: list[KnownCalls] = []  # those that a process has, each by a name; a recorded call has one of its own
+_SHARED: list[KnownCalls] = []  # of public calls and library ops; each recorded call has another of its own
 
 
 def shared() -> KnownCalls:

@@ -30,7 +30,7 @@ from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import is_plain
 from tilegym_rmsnorm.routes import choose
-from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording, is_recorded
+from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording, Tensors, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run, run_and_remember
 from tilegym_rmsnorm.routes.sharding_rules import add_rules, register_sharding
 from tilegym_rmsnorm.settings import get_current_backend
@@ -38,7 +38,6 @@ from tilegym_rmsnorm.settings import get_current_backend
 NAMESPACE = "tilegym_rmsnorm"
 library = torch.library.Library(NAMESPACE, "DEF")
 below_autograd = torch._C._AutoDispatchBelowAutograd
-Tensors = tuple[Any, ...]
 Options = tuple[Any, ...]  # the arguments behind the tensors
 # PyTorch's operations for each op.
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
@@ -63,9 +62,8 @@ class LibraryOp:
     for_backend: Callable[[Tensors], Tensors]  # selects them in the order in which a backend takes them
     check: Callable[..., CheckedCall]  # takes all arguments
     known: KnownCalls
-    known_call: Callable[
-        [Tensors, Options], Any
-    ]  # takes tensors for a backend; None: such a call cannot be known
+    # takes tensors for a backend; None: such a call cannot be known
+    known_call: Callable[[Tensors, Options], Any]
     # returns the function that runs tensors like these, in the order of a backend; it holds none of them
     bind: Callable[[Tensors, Call, CheckedCall], Callable[[Any], Any]]
     for_fakes: Callable[[CheckedCall], Any]  # results that have shapes and dtypes alone

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Call the op of a usual call while Dynamo traces it, past the checks and the choice of a route.
+"""Tell usual calls while Dynamo traces: op.py of each op then calls the op, past the checks and the choice of a route.
 
 Dynamo guards on each function, module and constant of Python that it meets, and compares all of them before each call
 of the compiled function: 200 guards take 5 us. So a usual call meets few of them. The op's implementation for fake
-tensors makes all checks, once, and Dynamo does not trace it. Nothing here, and in such a function of another op, may
+tensors makes all checks, once, and Dynamo does not trace it. Nothing here, or in such a function of an op, may
 build a NamedTuple, or ask for the type of a Parameter: with such a guard `torch._dynamo.config.caching_precompile`
 cannot keep or load the graph.
 

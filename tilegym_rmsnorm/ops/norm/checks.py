@@ -20,6 +20,8 @@ from tilegym_rmsnorm.call.options import check_casting, checked_eps, checked_num
 from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import check_memory, made_plain
 from tilegym_rmsnorm.call.validation import (
+    COMPLEX_DTYPES,
+    DTYPES,
     STRIDED,
     are_equal,
     check_dtensors,
@@ -80,7 +82,7 @@ def checked_forward(
     alpha = checked_number("residual_alpha", residual_alpha)
     check_residual(x, residual, alpha, residual_dtype, name)
     if out_dtype is not None:
-        checked_dtype("out_dtype", out_dtype, x.is_complex())
+        checked_dtype("out_dtype", out_dtype, COMPLEX_DTYPES if x.is_complex() else DTYPES)
     eps, offset = checked_eps(eps), checked_number("offset", offset)
     tensors, (casting, residual_dtype, out_dtype) = filled_in(
         x, weight, bias, residual, casting, residual_dtype, out_dtype, is_public

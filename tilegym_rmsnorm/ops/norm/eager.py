@@ -49,6 +49,7 @@ def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[Forwar
     run = passes.bind_forward(tensors, call)
     if not is_recorded(*tensors):
         return lambda tensors: returned(run(tensors))
+    call = call._replace(dtype=call.spec.residual_dtype or x.dtype)
     dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
     backwards = KnownCalls() if is_kept else None
     gradients = functools.partial(_gradients_of, call, dtypes, bias_shape, backwards)

@@ -60,10 +60,9 @@ def rms_norm_forward_torch(
     bias: Tensor | None = None,
     offset: float = 0.0,
     casting: str = "once",
-    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute y, of x's shape and out_dtype or x's, and rstd (M,). weight, bias: (N,), or (H, N) for x (*, H, N)."""
-    spec = Spec(x.shape[-1], default_eps(x.dtype) if eps is None else eps, offset, casting, y_dtype=out_dtype)
+    """Compute y, of x's shape and dtype, and rstd (M,). weight, bias: (N,), or (H, N) for x (*, H, N)."""
+    spec = Spec(x.shape[-1], default_eps(x.dtype) if eps is None else eps, offset, casting)
     y, rstd, _ = forward_torch((x, weight, bias, None), spec)
     return y, rstd.reshape(-1)
 

@@ -8,7 +8,7 @@ each process normalizes its rows. weight and bias are replicated, dw and db are 
 sharded as the heads are. The engine redistributes tensors with other placements first, at the least cost. It gathers
 rows that are split, with a warning once.
 
-library_op.py registers the rules.
+routes/sharding_rules.py registers the rules.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.spec import Facts, Maybe, OpName, dtype_of
+from tilegym_rmsnorm.call.spec import Facts, Maybe, dtype_of
 
 ForwardTensors = tuple[Tensor, Maybe, Maybe, Maybe]  # x, weight, bias, residual
 BackwardTensors = tuple[Tensor, Tensor, Maybe, Tensor, Maybe]  # x, dy, weight, rstd, d_residual_out
@@ -60,10 +60,6 @@ class Spec(NamedTuple):
             others = dy.dtype, dtype_of(d_residual_out), *wanted
         parts = parts_of(has_residual, has_bias, self.heads > 0)
         return (x.dtype, dtype_of(weight), *others), rows, parts
-
-    def dtype_of_rows(self, tensors: Any) -> torch.dtype:
-        """Return the dtype of the normalized tensor, of a forward's tensors."""
-        return self.residual_dtype or tensors[0].dtype
 
 
 class Wanted(NamedTuple):
@@ -138,6 +134,4 @@ class BackwardFunction(Protocol):
     def __call__(self, spec: Spec, tensors: BackwardTensors, wanted: Wanted, /) -> Gradients: ...
 
 
-NORM_FORWARD = OpName[ForwardFunction]("rms_norm_forward")
-NORM_BACKWARD = OpName[BackwardFunction]("rms_norm_backward")
-NORM_OPS = NORM_FORWARD, NORM_BACKWARD
+NORM_OPS = NORM_FORWARD, NORM_BACKWARD = "rms_norm_forward", "rms_norm_backward"

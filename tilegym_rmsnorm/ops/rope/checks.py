@@ -106,13 +106,9 @@ def _checked_spec(
     check_tables(cos, sin, position_ids, q, rotary_dim, names[0])
     check_casting(casting)
     check_one_of("rope_rounding", rope_rounding, ROUNDINGS)
-    if isinstance(eps, Tensor) and eps.ndim:  # `checked_eps` would speak of a residual
-        fail(
-            TypeError, "eps", "a finite number, at least 0, or None", f"a tensor of shape {tuple(eps.shape)}"
-        )
     return RopeSpec(
         n,
-        default_eps(q.dtype) if eps is None else checked_eps(eps),  # type: ignore[arg-type]
+        default_eps(q.dtype) if eps is None else checked_eps(eps, hint=""),  # type: ignore[arg-type]
         checked_number("offset", offset),
         rotary_dim,
         checked_bool("interleaved", interleaved),
@@ -187,7 +183,7 @@ def check_tables(
             expected = "torch.float32"
             if q.dtype != torch.float32:
                 expected += f" or the dtype of {q_name}, {q.dtype}"
-            # not of complex tables, of which it would be cos twice
+            # no hint for complex tables: float() would drop sin, and both tables would be cos
             hint = f": pass {name}.float()" if table.dtype.is_floating_point else ""
             fail(TypeError, name, expected, f"{table.dtype}{hint}")
         if table.layout is not torch.strided:

@@ -92,7 +92,7 @@ class RopeFunction(RecordedFunction):
 
 
 def _recording(run: Run, tensors: Tensors, options: Options) -> Recording:
-    _check_forward(*tensors, *options)
+    _check_forward(*tensors, *options)  # here grad is on, and tables that require grad are refused
     return passes.recording(
         run, lambda tensors, wanted: gradients_of_op(BACKWARD_OP, tensors, (wanted, *options))
     )

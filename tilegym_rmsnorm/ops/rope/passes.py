@@ -21,10 +21,8 @@ from tilegym_rmsnorm.call.tensors import check_memory, savable
 from tilegym_rmsnorm.ops.rope.checks import names_of
 from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
 from tilegym_rmsnorm.ops.rope.spec import OF_K, OF_Q, RopeGradients, RopeOutputs, RopeSpec, RopeWanted
-from tilegym_rmsnorm.routes.autograd import Recording
+from tilegym_rmsnorm.routes.autograd import Recording, Tensors
 from tilegym_rmsnorm.routes.known_calls import call_of
-
-Tensors = tuple[Any, ...]
 
 
 def known_call(tensors: Tensors, numbers: tuple[Any, ...], backend: Any, wanted: Any = 0) -> Any:
@@ -43,19 +41,19 @@ def known_call(tensors: Tensors, numbers: tuple[Any, ...], backend: Any, wanted:
 
 def bind_forward(tensors: Tensors, call: Call) -> Callable[[Tensors], RopeOutputs]:
     """Return a function of tensors like these that computes q_out and k_out."""
-    if _has_no_elements(tensors):
-        return torch.no_grad()(lambda tensors: _copies(rope_by_operations(tensors, call.spec)))
-    views = rope_views(tensors)
-    return arranged(call.forward, call.spec, tensors, views, _shaped(tensors))
+    return _bind(call.forward, rope_by_operations, tensors, call.spec)
 
 
 def bind_backward(tensors: Tensors, call: Call, wanted: RopeWanted) -> Callable[[Tensors], RopeGradients]:
-    if _has_no_elements(tensors):
-        return torch.no_grad()(
-            lambda tensors: _copies(rope_gradients_by_operations(tensors, call.spec, wanted))
-        )
-    views = rope_views(tensors)
-    return arranged(call.backward, call.spec, tensors, views, _shaped(tensors), wanted)
+    return _bind(call.backward, rope_gradients_by_operations, tensors, call.spec, wanted)
+
+
+def _bind(
+    function: Any, by_operations: Callable[..., Any], tensors: Tensors, spec: RopeSpec, *wanted: RopeWanted
+) -> Callable[[Tensors], Any]:
+    if any(each is not None and each.numel() == 0 for each in tensors[:-5]):  # heads without elements
+        return torch.no_grad()(lambda tensors: _copies(by_operations(tensors, spec, *wanted)))
+    return arranged(function, spec, tensors, rope_views(tensors), _shaped(tensors), *wanted)
 
 
 def rope_by_operations(tensors: Tensors, spec: RopeSpec) -> RopeOutputs:
@@ -71,11 +69,6 @@ def rope_gradients_by_operations(tensors: Tensors, spec: RopeSpec, wanted: RopeW
     check_memory(**dict(zip(names_of(tensors), tensors, strict=True)))
     dq, dk, *of_weights = rope_gradients_torch(_in_batches(tensors), spec, wanted)
     return _packed_as(dq, tensors[0]), _packed_as(dk, tensors[0]), *of_weights  # type: ignore[return-value]
-
-
-def _has_no_elements(tensors: Tensors) -> bool:
-    """Whether there is a tensor of heads without elements."""
-    return any(each is not None and each.numel() == 0 for each in tensors[:-5])
 
 
 def _copies(results: Tensors) -> Any:

@@ -14,12 +14,12 @@ contiguous, in the dtypes of q and k; the gradients of weights have their shapes
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.spec import Facts, Maybe, OpName, dtype_of
+from tilegym_rmsnorm.call.spec import Facts, Maybe, dtype_of
 
 RopeRounding = Literal["end", "norm", "each"]  # see `qk_norm_rope`
 # q, k, q_weight, k_weight, cos, sin, positions
@@ -53,10 +53,6 @@ class RopeSpec(NamedTuple):
         others = [dtype_of(each) for each in (k, k_weight, cos, *gradients)]
         return (q.dtype, dtype_of(q_weight), *others), (q, k, *gradients), ("rotary embedding",)
 
-    def dtype_of_rows(self, tensors: Any) -> torch.dtype:
-        """Return q's dtype, see `Spec.dtype_of_rows`."""
-        return tensors[0].dtype
-
 
 ROPE_OPTIONS = RopeSpec._fields[1:]
 
@@ -80,20 +76,4 @@ def wanted_of(bits: int, q_weight: Tensor | None, k_weight: Tensor | None) -> Ro
     return RopeWanted(of_q, k_weight.dtype if k_weight is not None and bits & OF_K else None)
 
 
-class RopeForwardFunction(Protocol):
-    """Compute q_out and k_out."""
-
-    def __call__(self, spec: RopeSpec, tensors: RopeTensors, /) -> RopeOutputs: ...
-
-
-class RopeBackwardFunction(Protocol):
-    """Compute dq, dk and the gradients of the weights."""
-
-    def __call__(
-        self, spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted, /
-    ) -> RopeGradients: ...
-
-
-ROPE_FORWARD = OpName[RopeForwardFunction]("qk_norm_rope_forward")
-ROPE_BACKWARD = OpName[RopeBackwardFunction]("qk_norm_rope_backward")
-ROPE_OPS = ROPE_FORWARD, ROPE_BACKWARD
+ROPE_OPS = ROPE_FORWARD, ROPE_BACKWARD = "qk_norm_rope_forward", "qk_norm_rope_backward"

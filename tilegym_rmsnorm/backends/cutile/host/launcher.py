@@ -27,7 +27,6 @@ from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine
 logger = logging.getLogger("tilegym_rmsnorm")
 
 LARGEST_STRIDE = 2**31 - 1  # kernels see strides as int32
-DTYPES = {"float32": torch.float32, "int32": torch.int32}
 # From all that a call has, the arguments of one kernel
 Selector = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
@@ -64,12 +63,9 @@ class Launcher:
         self.launches_for = functools.lru_cache(maxsize=4096)(self._launches_for)
 
     def __call__(self, spec: Any, tensors: Any, *wanted: Any) -> Any:
-        run = self.bind(spec, tensors, *wanted)
+        run = self.description.bind(self, spec, tensors, *wanted)
         assert run is not None
         return run(tensors)
-
-    def bind(self, spec: Any, tensors: Any, *wanted: Any) -> Callable[[Any], Any] | None:
-        return self.description.bind(self, spec, tensors, *wanted)
 
     def _launches_for(self, *extents: Any) -> tuple[Launch, tuple[int, ...], Any]:
         """Return `bind_launches` of the plan's sizes for these extents, and the sizes."""
@@ -85,7 +81,7 @@ class Launcher:
             if grid is not None
         ]
         wanted = (sizes.temporaries[name] for name in self.temporaries)
-        made, empty = [(shape, DTYPES[dtype]) for shape, dtype in wanted], self.machine.empty
+        made, empty = [(shape, getattr(torch, dtype)) for shape, dtype in wanted], self.machine.empty
         if len(launches) == 1 and launches[0][1] is None and not made:
             [(launch, _, grid)] = launches
             return launch, grid
@@ -112,7 +108,7 @@ def bind(
 ) -> Callable[[Any], Any] | None:
     """Bind a call as contract.py says; None where no kernel takes it."""
     launcher = find(description, machine, spec, tensors, *wanted)
-    return None if launcher is None else launcher.bind(spec, tensors, *wanted)
+    return None if launcher is None else description.bind(launcher, spec, tensors, *wanted)
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
+from tilegym_rmsnorm.call.layout import packed
 from tilegym_rmsnorm.ops.norm.reference import sum_of_rows
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 
@@ -142,12 +143,12 @@ def _bind_forward(
     def run_forward(tensors: ForwardTensors) -> Outputs:
         x, weight, bias, residual = tensors
         if copies_x:
-            x = _copied(x)
+            x = packed(x)
         y, rstd = empty_y(), empty(of_rstd, torch.float32)
         residual_out, added = None, ()
         if empty_sum is not None:
             residual_out = empty_sum()
-            added = _copied(residual) if copies_residual else residual, residual_out, alpha
+            added = packed(residual) if copies_residual else residual, residual_out, alpha
         weight = no_array if weight is None else weight
         launch(grid, (y, rstd, x, weight, added, () if bias is None else (bias,), *numbers))
         return y, rstd, residual_out
@@ -184,7 +185,7 @@ def _bind_backward(
 
     def run_backward(tensors: BackwardTensors) -> Gradients:
         x, dy, weight, rstd, d_residual_out = tensors
-        x, dy = _copied(x) if copies_x else x, _copied(dy) if copies_dy else dy
+        x, dy = packed(x) if copies_x else x, packed(dy) if copies_dy else dy
         dx, d_residual, out = empty_dx(), None, () if alpha == 1.0 else (alpha,)
         if empty_d_residual is not None:
             d_residual = empty_d_residual()
@@ -197,7 +198,7 @@ def _bind_backward(
                 db_partial, sums = (partial,), (db, partial)
         added = ()
         if d_residual_out is not None:
-            added = (_copied(d_residual_out) if copies_d else d_residual_out,)
+            added = (packed(d_residual_out) if copies_d else d_residual_out,)
         weight = no_array if weight is None else weight
         launch(grid, (dx, dw_partial, dy, x, weight, rstd, added, out, db_partial, *numbers, dw, sums))
         if per_head:
@@ -280,7 +281,3 @@ def _reads_copy(run: Launcher, rows: Tensor | None) -> bool:
     if not run.uses_tma:
         return False
     return ((stride * itemsize | rows.data_ptr()) & 15 == 0) != (rows.shape[1] * itemsize & 15 == 0)
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves a single row as it is

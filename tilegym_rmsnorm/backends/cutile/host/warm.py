@@ -30,7 +30,7 @@ from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Spec, Wanted
 
 EPS = 1e-6
-PERIODS = 4  # times as many tiles of heads as blocks: `leads_to_warm`
+PERIODS = 4  # times as many tiles of heads as blocks: `_leads_of_heads`
 # Beside a long extent these make every kind of B * T for every kind of B and of T.
 SHORT = (1, 2, 3, 4, 8, 16)
 

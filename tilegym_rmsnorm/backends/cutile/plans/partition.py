@@ -12,9 +12,9 @@ from typing import Any
 from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_ROWS, MOST_ROWS, MOST_SLABS, shortest_walks
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect, power_of_two
 
-MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (runtime/machine.py says why)
+MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (LAUNCHES_AT_ONCE of problem.py)
 MOST_PIECES = 32  # each is code of its own; 32768 columns in tiles of 1024
-LARGEST_SLAB = FEW_ROWS  # rows: one slab of few rows; warmup needs memory for 16 slabs
+LARGEST_SLAB = FEW_ROWS  # rows: one slab of few rows; warmup needs memory for 18 slabs
 
 
 def two_tiles(n: int) -> tuple[int, int]:

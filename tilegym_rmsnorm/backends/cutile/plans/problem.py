@@ -9,7 +9,7 @@ from typing import NamedTuple
 OPS = ("forward", "backward", "dx")  # "dx": a backward without dw, for a frozen weight or none
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 LAUNCHES_AT_ONCE = 8  # that teams of blocks are safe in, even where an SM holds one block (kernels/team.py)
-# That records are of: rows; and rows beside what the field of Form of that name says.
+# The forms that records serve: plain rows, or rows with the one feature of Form that has this name.
 PLAIN_ROWS, RESIDUAL, D_RESIDUAL, BIAS = FORMS = ("plain", "residual", "d_residual", "bias")
 SAME, FLOAT32 = WEIGHTS = ("same", "float32")  # of x's dtype, or none; float32 beside x of 2 bytes
 

@@ -83,11 +83,9 @@ class Record(NamedTuple):
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield the buckets that an entry serves."""
-        for op in self.ops:
-            for dtype in self.dtypes:
-                for size in self.sizes:
-                    for weight, form in itertools.product(self.weights, self.forms):
-                        yield Bucket(op, self.first, dtype, size, weight, form)
+        kinds = itertools.product(self.ops, self.dtypes, self.sizes, self.weights, self.forms)
+        for op, dtype, size, weight, form in kinds:
+            yield Bucket(op, self.first, dtype, size, weight, form)
 
 
 class Records:
@@ -152,9 +150,8 @@ def parse(item: Any, architecture: int) -> Record:
         numbers = [measured[name] for name in ("m", "us", "before") if name in measured]
         is_number = all(type(each) in (int, float) and 0 < each <= sys.float_info.max for each in numbers)
         expect(is_number, "evidence", "positive numbers", measured)
-    if (
-        record.gpus or record.is_entry
-    ):  # a rule has ranges in which some widths have no calls of its size class
+    # A rule has ranges in which some widths have no calls of its size class.
+    if record.gpus or record.is_entry:
         for n in dict.fromkeys((first, last)):
             _check_at(record, n, architecture)
     return record

@@ -59,7 +59,7 @@ class Variant:
     warps: int
     occupancy: int
 
-    # So a field of such a name that has no default says field(): else the dataclass would take this for one.
+    # Write `= field()` for a field of such a name without a default, or the dataclass takes this attribute for it.
     rest, pieces, rows, heads, members, strip, latency, grid_percent = 0, 1, 1, 0, 1, 1, 1, 100
     tma, packed, weight_load = False, False, "late"
 

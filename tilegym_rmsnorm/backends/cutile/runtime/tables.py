@@ -57,14 +57,9 @@ def _rules(architecture: int) -> tuple[Records, ...]:
 @functools.cache
 def shipped_records(architecture: int | None) -> tuple[Record, ...]:
     """The records that ship for an architecture, or (None) for all of them."""
-    data = _shipped(architecture)
-    return tuple(parse(item, architecture or 0) for item in data["records"])
-
-
-@functools.cache
-def _shipped(architecture: int | None) -> dict:
     path = SHIPPED_FOLDER / ("any.json" if architecture is None else f"sm_{architecture}.json")
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"records": []}
+    records = json.loads(path.read_text(encoding="utf-8"))["records"] if path.exists() else ()
+    return tuple(parse(item, architecture or 0) for item in records)
 
 
 def shipped_for(bucket: Bucket) -> list[Variant]:

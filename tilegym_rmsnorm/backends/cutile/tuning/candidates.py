@@ -55,7 +55,7 @@ def candidates(
     """List variants to try for a bucket: that of the rules, those of `known` that are possible, and others, the most
     alike first, `most` in all. `known` won somewhere: whether registers hold them is not estimated again.
 
-    Of each of `_kinds` there is the most alike, as long as they are so few.
+    Keep the most alike variant of each of `_kinds`, while they are no more than `most`.
     """
     default, itemsize = by_rules(bucket, architecture, most_members), ITEMSIZE[bucket.dtype]
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
