@@ -120,21 +120,6 @@ def test_no_heads(backend):
         assert db.shape == bias.shape
 
 
-@pytest.mark.parametrize("layout", ["transposed", "every other", "one row for all heads", "one number a row"])
-def test_weights_with_strides(layout, backend):
-    variant = WHOLE._replace(size=(3, 4, 64), weight="heads")
-    inputs = make(variant)
-    arranged = {
-        "transposed": lambda t: t.t().contiguous().t(),
-        "every other": lambda t: torch.stack((t, torch.full_like(t, torch.nan)), dim=-1)[..., 0],
-        "one row for all heads": lambda t: t[:1].expand(4, 64),
-        "one number a row": lambda t: t[:, :1].expand(4, 64),
-    }[layout]
-    inputs = inputs._replace(weight=arranged(inputs.weight), bias=arranged(inputs.bias))
-    results = run(variant, inputs, backend)
-    check_all(variant, inputs, results)
-
-
 def test_residual_changed_after_the_forward(backend):
     """The residual is not saved."""
     inputs = with_leaves(make(WHOLE))

@@ -128,17 +128,8 @@ def test_leading_and_normalized_dimensions(backend, leading, normalized_shape):
 
 
 @pytest.mark.parametrize("size", [(0, 64), (3, 0, 64), (0, 2, 64)])
-@pytest.mark.parametrize("is_differentiated", [False, True])
-def test_no_rows(backend, size, is_differentiated):
-    x = torch.empty(size, dtype=BF16, device=DEVICE, requires_grad=is_differentiated)
-    weight = torch.ones(64, device=DEVICE, requires_grad=is_differentiated)
-    y = rms_norm(x, (64,), weight, backend=backend)
-    assert y.shape == x.shape and y.dtype == x.dtype
-    if is_differentiated:
-        y.sum().backward()
-        assert x.grad.shape == x.shape
-        assert torch.equal(weight.grad, torch.zeros(64, device=DEVICE))
-        return
+def test_no_rows(backend, size):
+    x, weight = torch.empty(size, dtype=BF16, device=DEVICE), torch.ones(64, device=DEVICE)
     y, rstd = rms_norm_forward(x, weight, backend=backend)
     dx, dw = rms_norm_backward(x, y, weight, rstd, backend=backend)
     assert (y.shape, rstd.shape, dx.shape) == (x.shape, (0,), x.shape) and rstd.dtype == FP32

@@ -270,14 +270,6 @@ def test_an_empty_vmap():
     assert [tuple(each.shape) for each in results] == [(0, 3, 8), (0, 8), (0, 8)]
 
 
-def test_no_rows():
-    x, residual, weight, bias = tensors(0, 8, needs_grad=True)
-    y, rstd, residual_out = FORWARD(x, residual, weight, bias, 1, *PLAIN)
-    assert y.shape == residual_out.shape == (0, 8) and rstd.shape == (0, 1)
-    (y.sum() + residual_out.sum()).backward()
-    assert torch.equal(weight.grad, torch.zeros_like(weight)) and x.grad.shape == (0, 8)
-
-
 def names_of_operations(run):
     """Name the operations dispatched, by the profiler, which is no mode."""
     from torch.profiler import ProfilerActivity, profile

@@ -18,6 +18,7 @@ import helpers
 import pytest
 import rope_cases
 import torch
+import torch.nn.functional as F
 import variants
 from helpers import BF16, DEVICE, FP32, FP64
 from planning import rope_problem
@@ -80,8 +81,11 @@ class Op(NamedTuple):
     options: tuple[Any, Mapping[str, tuple[Any, ...]]]
     placed: Mapping[str, Any]  # small calls, whose rows may be sharded in all dimensions but the last
     longer: Callable[[Any], Any]  # a kind with more rows
+    empty: Callable[[Any], Sequence[Any]]  # kinds without rows
     wanted: Callable[[Any], Sequence[int]]  # of a kind, what the backward's op may be asked for
     unknown: tuple[tuple[Any, str], ...]  # functions that no known call runs, by owner and name
+    # of a kind and a call of it, the options under autocast of DEVICE, and the dtype of leaves or None
+    autocast: Callable[[Any, Call], tuple[dict[str, Any], torch.dtype | None]] = lambda kind, call: ({}, None)
     # of the settings of one of its kernels, an architecture and a casting, a plan; None of other settings
     plan_of: Callable[[Any, int, str], Any] = lambda *_: None
 
@@ -135,11 +139,23 @@ def of_norm(variant: Variant, *, seed: int = 0, device: Any = DEVICE) -> Call:
     return Call(leaves, {}, dys, public, by_op, exact, of_forward, of_backward)
 
 
+def _autocast_norm(variant: Variant, call: Call) -> tuple[dict[str, Any], torch.dtype | None]:
+    """F.rms_norm's rule: y has its dtype, unless out_dtype says otherwise; a sum with a residual is not cast."""
+    x, *_ = call.leaves.values()
+    with torch.autocast(DEVICE.type, BF16):
+        dtype = F.rms_norm(x, x.shape[-1:]).dtype
+    if dtype is x.dtype:
+        return {}, None
+    if variant.has_residual:
+        return {"casting": "once", "out_dtype": variant.out_dtype or dtype}, None
+    return {"out_dtype": variant.out_dtype or dtype}, dtype
+
+
 def of_rope(case: RopeCase, *, seed: int = 0, device: Any = DEVICE) -> Call:
     made = rope_cases.make(case, device, seed)
     *heads, cos, sin, positions = made.tensors
     if case.has_rows_of_batch:  # functions take (B, T, R), backends (B * T, R)
-        cos, sin = (each.unflatten(0, (case.batch, -1)) for each in (cos, sin))
+        cos, sin = (each.unflatten(0, (case.batch, case.length)) for each in (cos, sin))
     names = ("q", "k", "q_weight", "k_weight") if case.heads[1] else ("x", "k", "weight", "k_weight")
     named = dict(zip(names, heads, strict=True))
     leaves = {name: each for name, each in named.items() if each is not None}
@@ -237,8 +253,13 @@ _NORM = Op(
         "weights of heads": _PLACED._replace(size=(2, 3, 4, 8), weight="heads"),
     },
     lambda variant: variant._replace(size=(variant.size[0] + 2, *variant.size[1:])),
+    lambda variant: [
+        variant._replace(size=tuple(0 if at == i else each for at, each in enumerate(variant.size)))
+        for i in range(min(2, len(variant.size) - 1))
+    ],
     lambda variant: (9, 10, 13, 15) if variant.has_residual else (1, 2, 5, 7),
     ((norm_checks, "check_input"), (norm_eager, "gradients")),
+    _autocast_norm,
 )
 _POSITIONS = rope_cases.CASES["positions of 32 bits"]
 _PAIRS = {name: case for name, case in rope_cases.CASES.items() if case.heads[1]}
@@ -289,9 +310,10 @@ _ROPE = Op(
         "positions of 32 bits": _PLACED_ROPE._replace(positions="one", position_dtype=torch.int32),
     },
     lambda case: case._replace(batch=case.batch + 1, length=case.length + 2),
+    lambda case: [case._replace(batch=0), case._replace(length=0)],
     lambda case: range(4),
     ((rope, "checked_rope"), (rope_op, "checked_rope"), (rope_op, "checked_rope_backward")),
-    _plan_of_rope,
+    plan_of=_plan_of_rope,
 )
 _ONE = {
     "one tensor": rope_cases.CASES["without k"],

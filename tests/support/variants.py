@@ -171,27 +171,29 @@ def make(
 
 def arranged(values: Tensor, layout: str) -> Tensor:
     """Return the same values in another layout; "expanded" repeats those of the first index. Memory between them is
-    NaN."""
-    size = values.shape
+    NaN, of integers -1."""
+    size, gap = values.shape, math.nan if values.is_floating_point() else -1
     if layout == "contiguous":
         return values.contiguous()
     if layout == "expanded":
         return values[:1].expand(size)
+    if layout == "one number":
+        return values.flatten()[0].expand(size)
     if layout == "offset":
-        parent = values.new_full((values.numel() + 1,), math.nan)
+        parent = values.new_full((values.numel() + 1,), gap)
         view = parent[1:].view(size)
     elif layout == "gaps":  # rows farther apart than they are long
-        view = values.new_full((*size[:-1], size[-1] + 8), math.nan)[..., : size[-1]]
+        view = values.new_full((*size[:-1], size[-1] + 8), gap)[..., : size[-1]]
     elif layout == "columns":  # a last stride of 2
-        view = values.new_full((*size[:-1], 2 * size[-1]), math.nan)[..., ::2]
+        view = values.new_full((*size[:-1], 2 * size[-1]), gap)[..., ::2]
     elif layout == "slice" and len(size) >= 3:  # q, k or v of (B, T, 3, H, D)
-        view = values.new_full((*size[:-2], 3, *size[-2:]), math.nan).select(-3, 1)
+        view = values.new_full((*size[:-2], 3, *size[-2:]), gap).select(-3, 1)
     elif layout == "slice":
-        view = values.new_full((size[0], 3, size[1]), math.nan)[:, 1]
+        view = values.new_full((size[0], 3, size[1]), gap)[:, 1]
     elif layout == "transposed" and len(size) >= 3:
-        view = values.new_full((*size[:-3], size[-2], size[-3], size[-1]), math.nan).transpose(-2, -3)
+        view = values.new_full((*size[:-3], size[-2], size[-3], size[-1]), gap).transpose(-2, -3)
     elif layout == "transposed":
-        view = values.new_full(size[::-1], math.nan).t()
+        view = values.new_full(size[::-1], gap).t()
     elif layout == "far":  # the first dimension's stride does not fit into 32 bits
         view = values.new_empty_strided(size, (2**31, *values.stride()[1:]))
     else:
