@@ -245,14 +245,4 @@ def fully_sharded(mesh) -> None:
 
 
 if __name__ == "__main__":
-    processes.run(
-        first_call_in_inference_mode,  # before the rules are registered
-        each_variant,
-        residual_placed_otherwise,
-        sum_still_to_be_made,
-        plain_beside_distributed,
-        below_autograd,
-        module_in_sequence_parallel,
-        result_of_a_collective,
-        fully_sharded,
-    )
+    processes.run_cases(globals())

@@ -64,4 +64,4 @@ def sharded_otherwise(mesh):
 
 
 if __name__ == "__main__":
-    processes.run(sharded_alike, sharded_otherwise)
+    processes.run_cases(globals())

@@ -84,6 +84,34 @@ def compare(found, expected) -> None:
             assert torch.equal(result, expected[name]), name
 
 
+def by_the_ops_themselves(mesh) -> None:
+    """What nobody has called before: the rules are registered by the op."""
+    x, residual, weight, bias, dy, _ = tensors(B, T, N)
+    placed = [distribute_tensor(t, mesh, [at]) for t, at in ((x, Shard(1)), (weight, WHOLE), (dy, Shard(1)))]
+    more = 1.0, None, None, None  # alpha, and dtypes and the backend
+    y, rstd, residual_out = FORWARD(placed[0], None, placed[1], None, 1, EPS, 0.0, "once", *more)
+    assert y.placements == rstd.placements == (Shard(1),) and rstd.shape == (B, T, 1)
+    assert residual_out is None
+    summed = FORWARD(placed[0], placed[0], placed[1], None, 1, EPS, 0.0, "once", *more)
+    assert [t.placements for t in summed] == [(Shard(1),)] * 3
+    for wanted in (1, 2, 3, 5, 7, 8, 15, 1):  # each has placements of its own
+        for d_residual_out in (None, placed[2]):
+            given = placed[2], placed[0], placed[1], rstd, d_residual_out
+            dx, *others = BACKWARD(*given, wanted, 1, 0.0, "once", *more, None, None)
+            assert dx.placements == (
+                (Shard(1),) if wanted & 1 else (WHOLE,)
+            )  # a dx without elements has no dim 1
+            at = [None if t is None else t.placements for t in others]
+            assert at == [
+                (Partial(),) if wanted & 2 else None,
+                (Partial(),) if wanted & 4 else None,
+                (Shard(1),) if wanted & 8 else None,
+            ]
+    with torch.inference_mode():
+        y = rms_norm(placed[0], N, placed[1], EPS)
+    assert torch.equal(y.full_tensor(), F.rms_norm(x, (N,), weight, EPS))
+
+
 def no_row_is_communicated(mesh) -> None:
     """In any dimension but the normalized ones, by backends that read a DTensor's local memory alone."""
     grid = init_device_mesh("cpu", (2, 2))
@@ -523,34 +551,6 @@ def in_one_graph(mesh) -> None:
     assert FORWARD in targets, targets
 
 
-def by_the_ops_themselves(mesh) -> None:
-    """What nobody has called before: the rules are registered by the op."""
-    x, residual, weight, bias, dy, _ = tensors(B, T, N)
-    placed = [distribute_tensor(t, mesh, [at]) for t, at in ((x, Shard(1)), (weight, WHOLE), (dy, Shard(1)))]
-    more = 1.0, None, None, None  # alpha, and dtypes and the backend
-    y, rstd, residual_out = FORWARD(placed[0], None, placed[1], None, 1, EPS, 0.0, "once", *more)
-    assert y.placements == rstd.placements == (Shard(1),) and rstd.shape == (B, T, 1)
-    assert residual_out is None
-    summed = FORWARD(placed[0], placed[0], placed[1], None, 1, EPS, 0.0, "once", *more)
-    assert [t.placements for t in summed] == [(Shard(1),)] * 3
-    for wanted in (1, 2, 3, 5, 7, 8, 15, 1):  # each has placements of its own
-        for d_residual_out in (None, placed[2]):
-            given = placed[2], placed[0], placed[1], rstd, d_residual_out
-            dx, *others = BACKWARD(*given, wanted, 1, 0.0, "once", *more, None, None)
-            assert dx.placements == (
-                (Shard(1),) if wanted & 1 else (WHOLE,)
-            )  # a dx without elements has no dim 1
-            at = [None if t is None else t.placements for t in others]
-            assert at == [
-                (Partial(),) if wanted & 2 else None,
-                (Partial(),) if wanted & 4 else None,
-                (Shard(1),) if wanted & 8 else None,
-            ]
-    with torch.inference_mode():
-        y = rms_norm(placed[0], N, placed[1], EPS)
-    assert torch.equal(y.full_tensor(), F.rms_norm(x, (N,), weight, EPS))
-
-
 def a_module_that_was_distributed(mesh) -> None:
     """As `distribute_module` leaves it: all parameters replicated; with a residual, a bias and heads."""
     from torch.distributed.tensor import distribute_module
@@ -572,30 +572,4 @@ def a_module_that_was_distributed(mesh) -> None:
 
 
 if __name__ == "__main__":
-    processes.run(
-        by_the_ops_themselves,
-        no_row_is_communicated,
-        several_normalized_dimensions,
-        what_needs_no_gradient,
-        gradient_placed_unlike_x,
-        gradient_still_communicated,
-        rows_that_are_split,
-        split_rows_are_said_by_every_op,
-        every_op_registers_the_rules,
-        weights_of_heads_beside_other_placements,
-        a_backend_in_effect,
-        split_rows_and_a_residual_that_is_not,
-        fewer_rows_than_processes,
-        fewer_rows_by_name,
-        fewer_rows_beside_what_is_placed_otherwise,
-        a_number_of_rows_that_is_not_known,
-        rows_of_a_flattened_sequence,
-        kernels_read_local_memory,
-        a_plain_weight,
-        gradients_of_gradients,
-        gradient_of_the_gradient_of_bias,
-        a_gradient_that_can_be_differentiated,
-        in_one_graph,
-        a_module_that_was_distributed,
-        compiles=True,
-    )
+    processes.run_cases(globals(), compiles=True)

@@ -6,6 +6,7 @@ other until one fails; and a process group of one process."""
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -41,9 +42,12 @@ def _each(rank: int, path: str, cases: tuple[Callable[[Any], None], ...]) -> Non
     dist.destroy_process_group()
 
 
-def run(*cases: Callable[[Any], None], compiles: bool = False) -> None:
-    """Run a script's cases with a mesh of all processes, which are forked, so that torch is imported once, and with
-    `compiles` also what it compiles with. No backward runs here, or PyTorch would refuse those of forked processes."""
+def run_cases(script: dict[str, Any], *, compiles: bool = False) -> None:
+    """Run a script's functions of `mesh` alone, in their order, with a mesh of all processes, which are forked, so that
+    torch is imported once, and with `compiles` also what it compiles with. No backward runs here, or PyTorch would
+    refuse those of forked processes. script: its globals."""
+    functions = filter(inspect.isfunction, script.values())
+    cases = tuple(each for each in functions if [*inspect.signature(each).parameters] == ["mesh"])
     if compiles:
         torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True))
     with tempfile.TemporaryDirectory() as folder:
