@@ -45,26 +45,8 @@ from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.call.layout import viewed, views_of
 
 WIDTHS = (
-    1,
-    7,
-    64,
-    80,
-    96,
-    128,
-    192,
-    256,
-    1000,
-    1024,
-    2048,
-    2560,
-    4095,
-    4096,
-    5120,
-    8192,
-    8200,
-    12288,
-    14336,
-    16384,
+    *(1, 7, 64, 80, 96, 128, 192, 256, 1000, 1024, 2048, 2560, 4095, 4096, 5120),
+    *(8192, 8200, 12288, 14336, 16384),
 )
 WIDER = (16385, 20000, 32768, 65536)
 FORMS = [
