@@ -485,18 +485,6 @@ def test_an_option_is_part_of_a_known_call(op, kind):
 
 
 @pytest.mark.usefixtures("known_kernels")
-def test_several_dimensions_are_known(checks):
-    given = {"normalized_shape": (5, 8), "eps": 1e-5, "backend": "cutile"}
-    for _ in range(2):
-        checks.clear()
-        x, weight = rows(3, 5, 8), rows(5, 8)
-        y = rms_norm(x, weight=weight, **given)
-    assert not checks
-    known_calls.forget()
-    assert torch.equal(rms_norm(x, weight=weight, **given), y)
-
-
-@pytest.mark.usefixtures("known_kernels")
 def test_one_gradient_for_both_results(checks, monkeypatch):
     """A sum of both hands each the same tensor."""
     x, r = rows(6, WIDTH).requires_grad_(), rows(6, WIDTH).requires_grad_()

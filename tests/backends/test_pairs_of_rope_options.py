@@ -7,21 +7,17 @@ As test_pairs_of_options.py. Without k it is rms_norm_rope.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from covering import pairwise
-from helpers import DEVICE, FP32, settle_interpreters
+from every_op import OPS, Call, of_rope
+from helpers import DEVICE, FP32
 from option_cases import ROPE_CALLS, is_rope_call, rope_case
+from option_pairs import ROUTES, values_of
 from rope_cases import RopeCall, RopeCase, check_forward, check_gradients, make
-from torch import Tensor
-
-from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope, rope
-from tilegym_rmsnorm.ops.rope import op as rope_op
-from tilegym_rmsnorm.ops.rope.op import FORWARD
-from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS
 
 NAMES, RESULTS = ("q", "k", "q_weight", "k_weight"), ("q_out", "k_out")
 LAYOUTS = "contiguous", "transposed", "offset", "gaps", "columns", "expanded"
@@ -43,9 +39,9 @@ OPTIONS = ROPE_CALLS | {
     "layout": ("packed", "gate", *LAYOUTS),
     "dy_layout": LAYOUTS,
     "table_layout": ("contiguous", "gaps", "offset", "columns"),
-    "needs": ("all", *NAMES, "none"),  # which tensors require grad
-    "used": ("all", "q_out", "k_out"),  # the results that a loss depends on
-    "route": ("eager", "known", "op", "create_graph"),
+    "needs": ("all", *NAMES, "none"),
+    "used": ("all", *RESULTS),
+    "route": ROUTES,
 }
 
 
@@ -102,79 +98,39 @@ def is_allowed(case: Mapping[str, Any]) -> bool:
 CASES = pairwise(OPTIONS, is_allowed)
 
 
-def made(case: Mapping[str, Any], seed: int) -> RopeCall:
-    """The call as a backend gets it."""
+def made(case: Mapping[str, Any], seed: int) -> tuple[Call, RopeCall]:
+    """The call as its user makes it, and as a backend gets it."""
     others = "rows", "is_outside", "needs", "used", "route"
-    fields = {name: value for name, value in case.items() if name not in others}
-    call = make(rope_case(**fields), DEVICE, seed)
+    of_backend = rope_case(**{name: value for name, value in case.items() if name not in others})
+    given = make(of_backend, DEVICE, seed)
+    *_, cos, sin, positions = given.tensors
     if case["is_outside"]:
         far = min(2**40, torch.iinfo(case["position_dtype"]).max)
-        call.tensors[6][-1, -1] = random.Random(seed).choice((-1, len(call.tensors[4]), far))
-    return call
-
-
-def present(names: Sequence[str], values: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    return {name: each for name, each in zip(names, values, strict=True) if each is not None}
-
-
-def run(case: Mapping[str, Any], call: RopeCall, backend: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The results, and the gradients that there are, by their names."""
-    needs, used, route = (case[name] for name in ("needs", "used", "route"))
-    *heads, cos, sin, positions = call.tensors
-    leaves = [
-        None if each is None else each.detach().requires_grad_(needs in ("all", name))
-        for name, each in zip(NAMES, heads, strict=True)
-    ]
-    if case["rows"] in ("(1, T, R)", "(B, T, R)"):
-        cos, sin = (each.unflatten(0, (-1, case["length"])) for each in (cos, sin))
+        positions[-1, -1] = random.Random(seed).choice((-1, len(cos), far))
+    call = of_rope(of_backend, made=given)
+    fixed = call.fixed
+    if case["rows"] == "(1, T, R)":
+        fixed |= {"cos": cos[None], "sin": sin[None]}
     if case["rows"] == "(T,)":
-        positions = positions[0]
-    spec = call.spec
-    if route == "op":
-        results = FORWARD(*leaves, cos, sin, positions, *spec[1:], backend)
-    else:
-        named = dict(zip(ROPE_OPTIONS, spec[1:], strict=True))
-        named |= {"position_ids": positions, "backend": backend}
-        if leaves[1] is None:
-            results = rms_norm_rope(leaves[0], leaves[2], cos, sin, **named), None
-        else:
-            results = qk_norm_rope(*leaves, cos, sin, **named)
-    found, dys = present(RESULTS, results), present(RESULTS, call.dys)
-    recorded = {name: each for name, each in present(NAMES, leaves).items() if each.requires_grad}
-    outputs = [name for name in found if used in ("all", name)]
-    assert all(found[name].requires_grad == bool(recorded) for name in outputs)
-    gradients = ()
-    if recorded:
-        gradients = torch.autograd.grad(
-            [found[name] for name in outputs],
-            list(recorded.values()),
-            [dys[name] for name in outputs],
-            create_graph=route == "create_graph",
-            allow_unused=used != "all",
-        )
-    assert used != "all" or None not in gradients
-    given = present([f"d{name}" for name in recorded], gradients)
-    if route == "create_graph":  # PyTorch's operations keep other strides
-        given = {name: each.detach().contiguous() for name, each in given.items()}
-    return {name: each.detach() for name, each in found.items()}, given
+        fixed["position_ids"] = positions[0]
+    of_q = {"x": "q", "weight": "q_weight"}
+    leaves = {of_q.get(name, name): each for name, each in call.leaves.items()}
+    return call._replace(leaves=leaves, fixed=fixed), given
 
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_values(backend, number, monkeypatch):
     case = CASES[number]
-    seed = random.SystemRandom().getrandbits(31)
-    print(case, "seed", seed)
-    call = made(case, seed)
-    if case["route"] == "known":
-        settle_interpreters(monkeypatch)
-        run(case, made(case, seed + 1), backend)
-        for owner, name in ((rope, "checked_rope"), (rope_op, "checked_rope_backward")):
-            monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("not a known call"))
-    outputs, gradients = run(case, call, backend)
-    check_forward(call, outputs["q_out"], outputs.get("k_out"))
+    seed, results, gradients = values_of(
+        OPS[1], case, lambda seed: made(case, seed)[0], RESULTS, backend, monkeypatch, apart=RESULTS
+    )
+    assert all(each.requires_grad == (case["needs"] != "none") for each in results.values())
+    _, call = made(case, seed)
+    check_forward(call, *(None if each is None else each.detach() for each in map(results.get, RESULTS)))
     used = (
         None if dy is None else dy if case["used"] in ("all", name) else torch.zeros_like(dy)
         for name, dy in zip(RESULTS, call.dys, strict=True)
     )
-    check_gradients(call._replace(dys=tuple(used)), gradients)
+    found = {f"d{name}": each for name, each in gradients.items()}
+    check_gradients(call._replace(dys=tuple(used)), found)

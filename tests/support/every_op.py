@@ -11,6 +11,7 @@ def test_a_law(op, kind):
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -95,12 +96,15 @@ class Op(NamedTuple):
 
 
 def of_norm(variant: Variant, *, seed: int = 0, device: Any = DEVICE) -> Call:
-    inputs = variants.make(variant, seed=seed, device=device)
+    inputs, shape = variants.make(variant, seed=seed, device=device), (variant.n,)
+    if variant.dims == 2:
+        shape = math.gcd(variant.n, 8), variant.n // math.gcd(variant.n, 8)
+        inputs = variants.VariantInputs(*(t if t is None else t.unflatten(-1, shape) for t in inputs))
     x, weight, bias, residual, dy, d_residual_out = inputs
     named = {"input": x, "weight": weight, "bias": bias, "residual": residual}
     leaves = {name: each for name, each in named.items() if each is not None}
     offset, casting, alpha = variant.offset, variant.casting, variant.alpha
-    n = variant.n  # a property, which Dynamo of 2.9 does not trace
+    dims, last = variant.dims, tuple(range(-variant.dims, 0))
 
     def tensors(*given: Tensor) -> variants.VariantInputs:
         x, *others = (dict.fromkeys(named) | dict(zip(leaves, given, strict=True))).values()
@@ -109,12 +113,12 @@ def of_norm(variant: Variant, *, seed: int = 0, device: Any = DEVICE) -> Call:
     def public(*given: Tensor, **changes: Any) -> Outputs:
         made = tensors(*given)
         options = {"eps": variant.eps} | variants.options(variant, made) | changes
-        results = rms_norm(made.x, n, made.weight, **options)
+        results = rms_norm(made.x, shape, made.weight, **options)
         return results if isinstance(results, tuple) else (results,)
 
     def of_forward(*given: Tensor, backend: str | None = None) -> tuple[Any, ...]:
         made = tensors(*given)
-        numbers = 1, variant.eps, offset, casting, alpha, variant.residual_out_dtype, variant.out_dtype
+        numbers = dims, variant.eps, offset, casting, alpha, variant.residual_out_dtype, variant.out_dtype
         return made.x, made.residual, made.weight, made.bias, *numbers, backend
 
     def by_op(*given: Tensor, backend: str | None = None) -> Outputs:
@@ -124,7 +128,7 @@ def of_norm(variant: Variant, *, seed: int = 0, device: Any = DEVICE) -> Call:
     def exact(*given: Tensor) -> Outputs:
         made = tensors(*given)
         total = made.x if residual is None else alpha * made.x + made.residual
-        y = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + variant.eps)
+        y = total * torch.rsqrt(total.square().mean(last, keepdim=True) + variant.eps)
         y = y if weight is None else y * (made.weight + offset)
         y = y if bias is None else y + made.bias
         return (y,) if residual is None else (y, total)
@@ -133,7 +137,7 @@ def of_norm(variant: Variant, *, seed: int = 0, device: Any = DEVICE) -> Call:
         _, rstd, residual_out = norm_op.FORWARD(*of_forward(*leaves.values(), backend=backend))
         given = dy, x if residual_out is None else residual_out, weight, rstd, d_residual_out
         dtypes = [None if each is None else each.dtype for each in (x, residual, weight, bias)]
-        return *given, wanted, 1, offset, casting, alpha, *dtypes, backend
+        return *given, wanted, dims, offset, casting, alpha, *dtypes, backend
 
     dys = (dy,) if residual is None else (dy, d_residual_out)
     return Call(leaves, {}, dys, public, by_op, exact, of_forward, of_backward)
@@ -151,8 +155,10 @@ def _autocast_norm(variant: Variant, call: Call) -> tuple[dict[str, Any], torch.
     return {"out_dtype": variant.out_dtype or dtype}, dtype
 
 
-def of_rope(case: RopeCase, *, seed: int = 0, device: Any = DEVICE) -> Call:
-    made = rope_cases.make(case, device, seed)
+def of_rope(
+    case: RopeCase, *, seed: int = 0, device: Any = DEVICE, made: rope_cases.RopeCall | None = None
+) -> Call:
+    made = made or rope_cases.make(case, device, seed)
     *heads, cos, sin, positions = made.tensors
     if case.has_rows_of_batch:  # functions take (B, T, R), backends (B * T, R)
         cos, sin = (each.unflatten(0, (case.batch, case.length)) for each in (cos, sin))
@@ -205,6 +211,7 @@ def _plan_of_rope(step: Any, architecture: int, casting: str) -> RopePlan | None
 _PLACED, _PLACED_ROPE = Variant(FP32, (2, 6, 8)), RopeCase(n=8, rotary_dim=8)
 _SMOOTH = Variant(FP64, (3, 5), weight_dtype=FP64)
 _SMOOTH_HEADS = _SMOOTH._replace(size=(2, 3, 2, 5), weight="heads", bias_dtype=FP64, layout="heads")
+_SEVERAL = Variant(BF16, (3, 40), weight_dtype=BF16, residual_dtype=BF16, bias_dtype=FP32, dims=2)
 _SMOOTH_ROPE = RopeCase(FP64, 1, 2, (2, 1), 6, 6)
 # No dtype of 16 bits in those that are smooth: what is rounded has no numerical derivative.
 _NORM = Op(
@@ -212,10 +219,11 @@ _NORM = Op(
     norm_op.FORWARD,
     norm_op.BACKWARD,
     of_norm,
-    {name: each for name, each in VARIANTS.items() if name != "float64"},
+    {name: each for name, each in VARIANTS.items() if name != "float64"} | {"several dimensions": _SEVERAL},
     (
         *("plain", "y of another dtype", "bias", "bias without a weight", "residual", "residual rounded"),
         *("residual of another dtype, alpha", "heads in place", "weights of heads", "all of it"),
+        "several dimensions",
     ),
     ("plain", "bias without a weight", "all of it"),
     {

@@ -60,7 +60,8 @@ BACKEND_LAYOUTS = {
 
 
 class Variant(NamedTuple):
-    """One kind of call. size: of x, its last dimension normalized."""
+    """One kind of call. size: of x, its last dimension normalized. dims: that are normalized in a call of every_op.py,
+    which has the last one in two."""
 
     dtype: torch.dtype = FP32
     size: tuple[int, ...] = (5, 64)
@@ -75,6 +76,7 @@ class Variant(NamedTuple):
     casting: str = "once"
     layout: str = "contiguous"
     eps: float = 1e-3
+    dims: int = 1
 
     @property
     def n(self) -> int:
