@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import BF16, DEVICE, FP32, FP64, why_skip
+from narrow_variants import BACKWARDS, FORWARDS
 from planning import plan
 from test_triton import BACKWARDS as TRITON_BACKWARDS
 from test_triton import FORWARDS as TRITON_FORWARDS
@@ -167,30 +168,11 @@ needs = {
     name: pytest.mark.skipif(why_skip(name) is not None, reason=str(why_skip(name)))
     for name in ("triton", "cutile")
 }
-CUTILE_FORWARDS = {
-    "rows": variants.ForwardRows(width=32, warps=4, occupancy=1, latency=1, pieces=3),
-    "tiles": variants.ForwardTiles(width=128, warps=4, occupancy=1, latency=1, rows=4),
-    "teams": variants.ForwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3),
-    "reread": variants.ForwardReread(width=64, warps=4, occupancy=1, latency=1),
-}
-CUTILE_BACKWARDS = {
-    "rows": variants.BackwardRows(width=32, warps=4, occupancy=1, latency=1, pieces=3),
+PACKED = {"width": 32, "warps": 8, "occupancy": 1, "latency": 1, "packed": True}
+CUTILE_BACKWARDS = BACKWARDS | {
     "packed rows": variants.BackwardRows(width=128, warps=4, occupancy=1, latency=1, packed=True),
-    "rows by TMA": variants.BackwardPipelined(width=32, warps=8, occupancy=1, latency=1, pieces=3),
-    "packed rows by TMA": variants.BackwardPipelined(
-        width=32, warps=8, occupancy=1, latency=1, pieces=3, packed=True
-    ),
-    "tiles": variants.BackwardTiles(width=128, warps=4, occupancy=1, latency=1, rows=4),
-    "teams": variants.BackwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3),
-    "packed teams": variants.BackwardPipelinedTeam(
-        width=32, warps=8, occupancy=1, latency=1, members=3, packed=True, rstd_ahead=True
-    ),
-    "split": variants.BackwardSplit(width=128, warps=4, occupancy=1, latency=1, rows=4, strip=32, slab=4),
-    "split, reread": variants.BackwardSplitReread(
-        width=64, warps=4, occupancy=1, latency=1, rows=4, strip=32, slab=4, gathers=True
-    ),
-    "strips": variants.BackwardStrips(width=64, warps=4, occupancy=1, latency=1, rows=4),
-    "reread": variants.BackwardReread(width=64, warps=4, occupancy=1, latency=1),
+    "packed rows by TMA": variants.BackwardPipelined(**PACKED, pieces=3),
+    "packed teams": variants.BackwardPipelinedTeam(**PACKED, members=3, rstd_ahead=True),
 }
 # x and dy: near both ends of what the cutile backwards hold, and past them
 TINY, HUGE = ((1e-18, 1e-16, 1e-12), 1.0), ((1.0, 1e8, 1e10), 1e-16)
@@ -224,14 +206,14 @@ def test_backward_by_each_kernel_of_triton(name, x_scales, dy_scale):
 
 
 @needs["cutile"]
-@pytest.mark.parametrize("name", CUTILE_FORWARDS)
+@pytest.mark.parametrize("name", FORWARDS)
 @pytest.mark.parametrize("eps", [0.0, 1e-38])
 def test_forward_by_each_kernel_of_cutile(name, eps):
     from tilegym_rmsnorm.backends.cutile.host.norm import Forward
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     rows, machine = held(make_rows(X_SCALES, 1.0, eps)), machine_of(DEVICE)
-    run = Forward(machine, plan(CUTILE_FORWARDS[name], "forward", N, FP32, facts=machine.facts))
+    run = Forward(machine, plan(FORWARDS[name], "forward", N, FP32, facts=machine.facts))
     y, rstd = plain_calls.forward(run, rows.x, rows.weight, eps, 0.0)
     check(rows, y=y)
     assert rstd.isfinite().all()
@@ -248,7 +230,7 @@ def test_backward_by_each_kernel_of_cutile(name, x_scales, dy_scale):
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     variant, machine = CUTILE_BACKWARDS[name], machine_of(DEVICE)
-    op, dtype = "dx" if name == "reread" else "backward", BF16 if "packed" in name else FP32
+    op, dtype = "dx" if name == "dx, reread" else "backward", BF16 if "packed" in name else FP32
     rows = held(make_rows(x_scales, dy_scale, 0.0, dtype))
     run = Backward(machine, plan(variant, op, N, dtype, facts=machine.facts))
     dx, dw = plain_calls.backward(run, rows.x, rows.dy, rows.weight, rows.rstd, 0.0)
