@@ -5,11 +5,13 @@
 weights with strides, rows of NaN, settings of the process, threads."""
 
 import copy
+import itertools
 import pickle
 import threading
 
 import pytest
 import torch
+from every_op import assert_same_bits, ends, fewest, of_each_op, of_norm
 from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU
 from variants import Variant, check, check_all, check_residual_out, make, options, run
 
@@ -23,17 +25,6 @@ def norm(variant, inputs, backend):
     return rms_norm(
         inputs.x, variant.n, inputs.weight, variant.eps, **options(variant, inputs), backend=backend
     )
-
-
-def with_leaves(inputs):
-    """Return inputs whose x, weight, bias and residual are leaves."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in inputs[:4]]
-    return inputs._replace(**dict(zip(("x", "weight", "bias", "residual"), leaves, strict=True)))
-
-
-def gradients_of(results, inputs, **more):
-    leaves = [t for t in inputs[:4] if t is not None]
-    return torch.autograd.grad(results, leaves, (inputs.dy, inputs.d_residual_out), **more)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
@@ -122,27 +113,28 @@ def test_no_heads(backend):
 
 def test_residual_changed_after_the_forward(backend):
     """The residual is not saved."""
-    inputs = with_leaves(make(WHOLE))
-    kept = inputs.residual.detach().clone()
-    y, residual_out = norm(WHOLE, inputs, backend)
-    inputs.residual.detach().fill_(torch.nan)
-    dx, dw, db, d_residual = gradients_of((y, residual_out), inputs)
-    results = {"y": y.detach(), "residual_out": residual_out, "dx": dx, "dw": dw, "db": db}
-    check_all(WHOLE, inputs._replace(residual=kept), results | {"d_residual": d_residual})
+    call = of_norm(WHOLE)
+    leaves, kept = call.recorded(), call.both_passes(backend=backend)
+    leaves[-1] = call.leaves["residual"].detach().clone().requires_grad_()
+    results = call.public(*leaves, backend=backend)
+    leaves[-1].detach().fill_(torch.nan)
+    gradients = torch.autograd.grad(results, leaves, call.dys)
+    assert_same_bits([*(each.detach() for each in results), *gradients], kept)
 
 
-def test_a_graph_that_is_retained(backend):
+@of_each_op(ends, is_long=True)
+def test_a_graph_that_is_retained(op, kind, backend):
     """Second gradients have the same bits, also where the first were changed in place."""
-    inputs = with_leaves(make(WHOLE))
-    results = norm(WHOLE, inputs, backend)
-    first = gradients_of(results, inputs, retain_graph=True)
+    call = op.make(kind)
+    leaves = call.recorded()
+    results = call.public(*leaves, *call.fixed.values(), backend=backend)
+    first = torch.autograd.grad(results, leaves, call.dys, retain_graph=True)
     kept = [gradient.clone() for gradient in first]
     for gradient in first:
         gradient.zero_()
-    for one, other in zip(gradients_of(results, inputs), kept, strict=True):
-        assert torch.equal(one, other)
+    assert_same_bits(torch.autograd.grad(results, leaves, call.dys), kept)
     with pytest.raises(RuntimeError, match="second time"):
-        gradients_of(results, inputs)
+        torch.autograd.grad(results, leaves, call.dys)
 
 
 @pytest.mark.parametrize("n", [64, 3001])
@@ -211,62 +203,59 @@ def test_copies_of_a_module(backend):
             module(torch.randn(size, device=DEVICE))
 
 
-@pytest.mark.parametrize("setting", ["float64", "meta", "deterministic", "anomaly", "one thread"])
-def test_settings_of_the_process(setting, backend):
+SETTINGS = {  # of the process, and what they are otherwise
+    torch.set_default_dtype: (torch.float64, FP32),
+    torch.set_default_device: ("meta", None),
+    torch.use_deterministic_algorithms: (True, False),
+    torch.autograd.set_detect_anomaly: (True, False),
+    torch.autograd.set_multithreading_enabled: (False, True),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__)
+@of_each_op(fewest, is_long=True)
+def test_settings_of_the_process(op, kind, setting, backend):
     """Neither the results nor their dtypes and devices depend on them."""
-    inputs = with_leaves(make(WHOLE._replace(dtype=BF16)))
-    variant = WHOLE._replace(dtype=BF16)
+    call, (changed, usual) = op.make(kind), SETTINGS[setting]
 
     def all_results():
-        results = norm(variant, inputs, backend)
-        alone = [
-            torch.autograd.grad(r, inputs.x, g, retain_graph=True)[0]
-            for r, g in zip(results, inputs[4:], strict=True)
-        ]
-        return [*results, *alone, *gradients_of(results, inputs)]
+        leaves = call.recorded()
+        results = call.public(*leaves, *call.fixed.values(), backend=backend)
+        alone = (
+            torch.autograd.grad(result, leaves, dy, retain_graph=True, allow_unused=True)
+            for result, dy in zip(results, call.dys, strict=True)
+        )
+        gradients = *itertools.chain(*alone), *torch.autograd.grad(results, leaves, call.dys)
+        return [*results, *(each for each in gradients if each is not None)]
 
     expected = all_results()
     try:
-        if setting == "float64":
-            torch.set_default_dtype(torch.float64)
-        elif setting == "meta":
-            torch.set_default_device("meta")
-        elif setting == "deterministic":
-            torch.use_deterministic_algorithms(True)
-        elif setting == "anomaly":
-            torch.autograd.set_detect_anomaly(True)
-        else:
-            torch.autograd.set_multithreading_enabled(False)
+        setting(changed)
         found = all_results()
     finally:
-        torch.set_default_dtype(FP32)
-        torch.set_default_device(None)
-        torch.use_deterministic_algorithms(False)
-        torch.autograd.set_detect_anomaly(False)
-        torch.autograd.set_multithreading_enabled(True)
-    for one, other in zip(found, expected, strict=True):
-        assert one.device == other.device and one.dtype == other.dtype
-        assert torch.equal(one, other)
+        setting(usual)
+    assert [each.device for each in found] == [each.device for each in expected]
+    assert_same_bits(found, expected)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="streams are tested in tests/gpu")
-def test_threads(backend):
+@of_each_op(fewest, is_long=True)
+def test_threads(op, kind, backend):
     """Each has the bits that one alone has."""
-    each = [with_leaves(make(WHOLE, seed=seed)) for seed in range(4)]
+    calls, found = [op.make(kind, seed=seed) for seed in range(4)], {}
+    expected = [call.both_passes(backend=backend) for call in calls]
 
-    def call(inputs):
-        results = norm(WHOLE, inputs, backend)
-        return [*results, *gradients_of(results, inputs)]
+    def work(k):
+        found[k] = calls[k % 4].both_passes(backend=backend)
 
-    expected, found = [call(inputs) for inputs in each], {}
-    threads = [threading.Thread(target=lambda k=k: found.update({k: call(each[k % 4])})) for k in range(8)]
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(found) == list(range(8)), "a thread raised"
     for k, results in found.items():
-        assert all(map(torch.equal, results, expected[k % 4]))
+        assert_same_bits(results, expected[k % 4])
 
 
 @pytest.mark.parametrize(

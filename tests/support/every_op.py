@@ -365,10 +365,16 @@ def of_options(op: Op) -> dict[str, Any]:
     return {"options": op.options[0]}
 
 
-def of_each_op(kinds: Callable[[Op], Mapping[str, Any]] = few) -> pytest.MarkDecorator:
-    """Give a test each op, and each of these kinds of its calls."""
+def of_each_op(
+    kinds: Callable[[Op], Mapping[str, Any]] = few, *, is_long: bool = False
+) -> pytest.MarkDecorator:
+    """Give a test each op, and each of these kinds of its calls. is_long: all ops but the first are slow."""
     cases = [
-        pytest.param(op, kind, id=f"{op.name}, {name}") for op in OPS for name, kind in kinds(op).items()
+        pytest.param(
+            op, kind, id=f"{op.name}, {name}", marks=[pytest.mark.slow] * (is_long and op is not OPS[0])
+        )
+        for op in OPS
+        for name, kind in kinds(op).items()
     ]
     return pytest.mark.parametrize(("op", "kind"), cases)
 
