@@ -6,7 +6,7 @@
 import helpers
 import pytest
 import torch
-from helpers import BF16, FP16, FP32
+from helpers import BF16, FP16, FP32, unchanged
 from tile_runs import Tile, normalized, run_backward, run_forward
 from variants import Variant, check, check_residual_out, llama_share, make
 
@@ -76,15 +76,12 @@ def some(tiles, number, step=2):
     return tiles if helpers.every_config else tiles[number % step :: step]
 
 
-def copies(inputs):
-    return [None if each is None else each.clone() for each in inputs]
-
-
 def assert_forward(variant, tile):
     """Results against float64, with any order of blocks the same bits, and inputs as they were."""
     inputs = make(variant, device=CPU)
-    before = copies(inputs)
-    found = run_forward(variant, inputs, tile)
+    with unchanged(inputs):
+        found, again = (run_forward(variant, inputs, tile, seed=seed) for seed in (0, 1))
+    assert all(torch.equal(found[name], again[name]) for name in found)
     residual_out = found.pop("residual_out", None)
     if residual_out is not None:
         check_residual_out(variant, inputs, residual_out)
@@ -92,24 +89,16 @@ def assert_forward(variant, tile):
     if variant.casting == "llama" and found["y"].dtype is variant.normalized_dtype is not FP32:
         x = inputs.x if residual_out is None else residual_out
         assert llama_share(variant, inputs, x, found["y"]) > 0.9
-    again = run_forward(variant, inputs, tile, seed=1)
-    assert all(torch.equal(found[name], again[name]) for name in found)
-    assert_unchanged(inputs, before)
 
 
 def assert_backward(variant, tile, walks, dy_dtype=None):
     inputs = make(variant, device=CPU, dy_dtype=dy_dtype)
-    before, x = copies(inputs), normalized(variant, inputs)
-    found = run_backward(variant, inputs, x, tile, walks)
+    x = normalized(variant, inputs)
+    with unchanged(inputs):
+        found, again = (run_backward(variant, inputs, x, tile, walks, seed=seed) for seed in (0, 1))
     check(variant, inputs, x, **found)
-    again = run_backward(variant, inputs, x, tile, walks, seed=1)
     assert found.keys() == again.keys() and all(torch.equal(found[name], again[name]) for name in found)
-    assert_unchanged(inputs, before)
     return found
-
-
-def assert_unchanged(inputs, before):
-    assert all(a is None or torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -81,32 +81,26 @@ class Sabotage(ShuffledMachine):
         return launch_changed
 
 
+VICTIMS = {  # a width that each serves, and how its grid may be wrong
+    "forward_rows": (2048, -1, 1),
+    "forward_tiles": (64, -1, 1),
+    "backward_rows": (4096, -1, 1),
+    "backward_tiles": (64, 1),
+    "backward_means": (18500, -1),
+    "backward_reread": (33001, -1, 1),
+    "forward_team": (33008, -1, 1),
+    "backward_pipelined": (14336, -1, 1),
+    "backward_team": (33008, -1, 1),
+    "backward_pipelined_team": (24576, -1, 1),
+    "backward_split": (4096, -1),
+    "backward_split_reread": (18448, -1),
+    "sum_partials": (4096, -1, 1),
+}
+
+
 @pytest.mark.parametrize(
     ("victim", "n", "change"),
-    [
-        ("forward_rows", 2048, -1),
-        ("forward_rows", 2048, 1),
-        ("forward_tiles", 64, -1),
-        ("forward_tiles", 64, 1),
-        ("backward_rows", 4096, 1),
-        ("backward_rows", 4096, -1),
-        ("backward_tiles", 64, 1),
-        ("backward_means", 18500, -1),
-        ("backward_reread", 33001, -1),
-        ("backward_reread", 33001, 1),
-        ("forward_team", 33008, -1),
-        ("forward_team", 33008, 1),
-        ("backward_pipelined", 14336, -1),
-        ("backward_pipelined", 14336, 1),
-        ("backward_team", 33008, -1),
-        ("backward_team", 33008, 1),
-        ("backward_pipelined_team", 24576, -1),
-        ("backward_pipelined_team", 24576, 1),
-        ("backward_split", 4096, -1),
-        ("backward_split_reread", 18448, -1),
-        ("sum_partials", 4096, -1),
-        ("sum_partials", 4096, 1),
-    ],
+    [(victim, n, change) for victim, (n, *changes) in VICTIMS.items() for change in changes],
 )
 def test_a_wrong_grid_is_noticed(victim, n, change, monkeypatch):
     """A block too few leaves rows or columns unwritten, one too many reaches outside: none of it passes in silence."""

@@ -11,7 +11,7 @@ import pytest
 import table_cases
 import torch
 import variants
-from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_alike, in_turn, why_skip
+from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_alike, in_turn, unchanged, why_skip
 from variants import Variant, VariantInputs, arranged
 
 if reason := why_skip("cutile"):
@@ -164,18 +164,9 @@ def _skip_what_is_not_served(first: plans.Variant, problem: Problem) -> None:
         pytest.skip("by TMA rows of several dtypes begin at multiples of 16 bytes")
 
 
-def _assert_untouched(inputs: VariantInputs, before: list[torch.Tensor | None]) -> None:
-    for each, kept in zip(inputs, before, strict=True):
-        assert each is None or torch.equal(each, kept)
-
-
-def _copies(inputs: VariantInputs) -> list[torch.Tensor | None]:
-    return [None if each is None else each.clone() for each in inputs]
-
-
 def _check_forward(variant: Variant, first: plans.Variant | None = None, size: str = "large") -> None:
     inputs, spec = variants.make(variant), variants.spec_of(variant)
-    problem, before = _problem_of_forward(variant, inputs, size), _copies(inputs)
+    problem = _problem_of_forward(variant, inputs, size)
     if first is not None:
         _skip_what_is_not_served(first, problem)
     plan, seeds = _plan(problem, first), itertools.count()
@@ -185,7 +176,10 @@ def _check_forward(variant: Variant, first: plans.Variant | None = None, size: s
         assert (found[2] is None) != variant.has_residual
         return tuple(each for each in found if each is not None)
 
-    y, rstd, *residual_out = run()
+    with unchanged(inputs):
+        y, rstd, *residual_out = run()
+        for _ in range(RUNS - 1):
+            assert all(map(torch.equal, run(), (y, rstd, *residual_out)))
     assert y.is_contiguous()
     normalized = inputs.x
     if variant.has_residual:
@@ -195,9 +189,6 @@ def _check_forward(variant: Variant, first: plans.Variant | None = None, size: s
     variants.check(variant, inputs, normalized, y=y, rstd=rstd)
     if variant.casting == "llama" and variant.weight != "none" and normalized.itemsize == 2:
         assert variants.llama_share(variant, inputs, normalized, y) > 0.9
-    for _ in range(RUNS - 1):
-        assert all(map(torch.equal, run(), (y, rstd, *residual_out)))
-    _assert_untouched(inputs, before)
 
 
 def _check_backward(
@@ -212,7 +203,7 @@ def _check_backward(
     if not has_d_residual_out:
         inputs = inputs._replace(d_residual_out=None)
     asked = variants.wanted_of(variant)._replace(**{"db": None} | wanted)
-    x, before = _normalized(variant, inputs), _copies(inputs)
+    x = _normalized(variant, inputs)
     problem = _problem_of_backward(variant, inputs, x, asked, size)
     if first is not None:
         if problem.op not in first.serves:
@@ -230,8 +221,8 @@ def _check_backward(
         assert all(each is None or each.is_contiguous() for each in found)
         return tuple(each for each in found if each is not None)
 
-    assert_alike(variants.expected(variant, inputs, x), names, run, RUNS)
-    _assert_untouched(inputs, before)
+    with unchanged(inputs):
+        assert_alike(variants.expected(variant, inputs, x), names, run, RUNS)
 
 
 ROWS_OF = list(itertools.product(CUTS, LAYOUTS))

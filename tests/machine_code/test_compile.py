@@ -276,8 +276,7 @@ def test_teams_of_the_widest_rows(n):
 def test_entries_that_ship(op, dtype):
     """float16 has dw only, and dx alone bfloat16 only, without --every-config."""
     is_left_out = dtype != "bfloat16" and op == "dx" or (op, dtype) == ("forward", "float16")
-    if is_left_out and not helpers.every_config:
-        pytest.skip("compiled with --every-config")
+    helpers.skip_without_every_config(is_left_out)
     shipped = shipped_entries(op, dtype)
     if dtype == "float16":  # what it shares is compiled as bfloat16, if at all
         shared = {(each.n, each.bucket.weight, each.variant) for each in shipped_entries(op, "bfloat16")}
@@ -387,8 +386,7 @@ def test_rows_whose_last_tile_is_cut_off_spill_no_more(dtype):
 def test_choices_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
     """Each with the widest row that fills its tiles, and with the widest whose last tile is cut off. Without
     --every-config a sample of whole rows or of cut off ones, in turn, and no float16."""
-    if dtype is FP16 and not helpers.every_config:
-        pytest.skip("compiled with --every-config")
+    helpers.skip_without_every_config(dtype is FP16)
     machine, widths = CompilingMachine(90), {True: {}, False: {}}
     for n in (*range(8, 66000, 8), 73728, 131072):
         choice = beside_float32(op, n, size)

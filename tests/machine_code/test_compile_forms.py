@@ -100,8 +100,7 @@ def wide_forms(architecture, target=None):
 def test_wide_rows_with_a_residual_or_a_bias_compile(architecture):
     """On Hopper every 23rd, and one of each kernel that is not among those; elsewhere a half of a sample, in turn: all
     by --every-config, and sm_86 with it alone. dx by chunks takes 8 bytes of stack beside x of 16 bits."""
-    if architecture == 86 and not helpers.every_config:
-        pytest.skip("compiled with --every-config")
+    helpers.skip_without_every_config(architecture == 86)
     cases = list(wide_forms(architecture, H200 if architecture == 90 else None))
     some = sampled(cases)
     if not helpers.every_config and architecture == 90:
@@ -169,8 +168,7 @@ def heads_of_architectures():
 def test_what_is_reasoned_for_heads_compiles(architecture):
     """A sample, of one dtype but for Hopper; all by --every-config, and sm_86, which has the rules of sm_80, with it
     alone."""
-    if architecture == 86 and not helpers.every_config:
-        pytest.skip("compiled with --every-config")
+    helpers.skip_without_every_config(architecture == 86)
     dtypes = (
         (BF16, FP32)
         if architecture == 90 or helpers.every_config

@@ -27,8 +27,7 @@ MANY_ROWS, LAYOUTS = (3, 4096), ("contiguous", "heads", "mixed", "offset", "gaps
 @pytest.fixture
 def machine(architecture, monkeypatch):
     """Set the machine that launches go to; of one architecture without --every-config."""
-    if architecture != 90 and not helpers.every_config:
-        pytest.skip("with --every-config")
+    helpers.skip_without_every_config(architecture != 90)
     machine = CompilingMachine(architecture, traces=True)
     monkeypatch.setattr(launch, "machine_of", lambda device: machine)
     return machine
@@ -62,8 +61,7 @@ def test_each_two_options_of_a_norm_compile(machine):
 
 
 def test_each_two_options_of_wide_rows_compile(machine):
-    if not helpers.every_config:
-        pytest.skip("with --every-config")
+    helpers.skip_without_every_config()
     compile_all(
         machine, compile_norm, norm_cases(n=(1, 3001, 4096, 8192, 16384, 32768, 65536), length=MANY_ROWS)
     )
@@ -82,7 +80,6 @@ def test_each_two_options_of_rope_compile(machine):
 
 
 def test_each_two_options_of_any_rope_compile(machine):
-    if not helpers.every_config:
-        pytest.skip("with --every-config")
+    helpers.skip_without_every_config()
     layouts = {name: (*ROPE_OPTIONS[name], "far") for name in ("layout", "dy_layout")}
     compile_all(machine, compile_rope, cases_of_rope(n=(6, 64, 99, 256, 520), **layouts))

@@ -92,8 +92,7 @@ READ = [kernel for kernel in KERNELS if helpers.every_config or kernel not in AL
 def test_aligned_rows_are_loaded_and_stored_as_those_of_multiples_of_16(op, kernel, dtype, tmp_path):
     """16 bytes at a time as often as there: 100000x72 in 11.8 us instead of 43.7, its backward in 24.6 instead of 87.2
     (bfloat16, an H100). Without --every-config one dtype and the other in turn."""
-    if not helpers.every_config and dtype is not WIDE_LOADS[READ.index((op, kernel)) % 2]:
-        pytest.skip("read with --every-config")
+    helpers.skip_without_every_config(dtype is not WIDE_LOADS[READ.index((op, kernel)) % 2])
     widths = (1160 if dtype is BF16 else 1164, 1168)
     found, wanted = (accesses(op, kernel, n, dtype, tmp_path / str(n)) for n in widths)
     assert found and found == wanted
@@ -267,8 +266,7 @@ N = 96
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_no_cutile_kernel_flushes_subnormal_numbers(architecture, tmp_path):
     """MUFU.RSQ does, so the compiler scales what is below 1.2e-38 first."""
-    if architecture != 90 and not helpers.every_config:
-        pytest.skip("compiled with --every-config only")
+    helpers.skip_without_every_config(architecture != 90)
     calls = [
         ("forward", variant) for variant in (FORWARDS[name] for name in ("rows", "tiles", "teams", "reread"))
     ]

@@ -99,8 +99,7 @@ def not_read_with_dw(op: str, cases: list[tuple[Variant, int]]) -> list[tuple[Va
 def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     """Read, without --every-config, bfloat16 with dw by one of each latency, float32 by one of each kind, dx alone of
     kernels that make no dw, and no float16: its bytes are bfloat16's."""
-    if dtype is FP16 and not helpers.every_config:
-        pytest.skip("read with --every-config")
+    helpers.skip_without_every_config(dtype is FP16)
     checked = 0
     what = ("latency",) if dtype is BF16 else ()
     cases = [
@@ -126,8 +125,7 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
 def test_none_of_later_architectures_overwrites_tiles_in_use(architecture, dtype, tmp_path):
     """Branches are others than Hopper's, and sm_120 has so little shared memory that its steps are. Without
     --every-config float32 on sm_100 and bfloat16 on sm_120, of each kernel the one of the largest tiles."""
-    if not helpers.every_config and (architecture == 100) != (dtype is FP32):
-        pytest.skip("read with --every-config")
+    helpers.skip_without_every_config((architecture == 100) != (dtype is FP32))
     read = Counter()
     for op in OPS:
         cases = not_read_with_dw(op, to_read(variants_by_tma(op, dtype, architecture)))
@@ -167,8 +165,7 @@ def test_none_of_later_architectures_overwrites_tiles_in_use(architecture, dtype
 def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, variant, tmp_path):
     """A block gives TMA its slots of shared memory back as soon as their tiles are in registers, before it adds its
     products and waits for its team. What it loads itself, rstd, is the next row's: nothing waits for it here."""
-    if dtype is FP16 and not helpers.every_config:
-        pytest.skip("read with --every-config")
+    helpers.skip_without_every_config(dtype is FP16)
     run_backward(CompilingMachine(90, keep=tmp_path), variant, n, dtype, dtype)
     code = disassembled(tmp_path / f"{variant.kernel}.cubin")
     assert not overwritten(code)
@@ -192,8 +189,7 @@ def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, variant, 
 def test_no_backward_beside_a_float32_weight_overwrites_tiles_in_use(dtype, tmp_path):
     """Its rules are read, those of wide rows, and the entries for such a weight. Without --every-config by one casting
     and the other in turn, and not in float16."""
-    if dtype is FP16 and not helpers.every_config:
-        pytest.skip("read with --every-config")
+    helpers.skip_without_every_config(dtype is FP16)
     choices = {beside_float32("backward", n, "large"): n for n in range(8, 16400, 8)}
     rules = [
         (choice.first, n) for choice, n in choices.items() if choice is not None and choice.first.uses_tma
@@ -362,8 +358,7 @@ def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
         pytest.skip("without a weight there is no dw")
     if dtype is FP32 and call in ("another weight", "llama, another weight"):
         pytest.skip("there is no other weight beside float32")
-    if not helpers.every_config and (call != "another weight" or op == "forward" or dtype is FP16):
-        pytest.skip("read with --every-config")
+    helpers.skip_without_every_config(call != "another weight" or op == "forward" or dtype is FP16)
     weight_dtype = weight_dtype_of(call, dtype)
     checked = 0
     for variant, n in to_read(variants_by_tma(op, dtype)):
@@ -397,8 +392,7 @@ def test_no_gradient_of_a_wide_residual_overwrites_tiles_in_use(dtype, x_dtype, 
 def test_nothing_packed_that_tune_tries_overwrites_tiles_in_use(weight_dtype, tmp_path):
     """Read, without --every-config, what `to_read` keeps of 18432 columns, which no other test reads but for what the
     tables have, and of teams; float16 with it alone."""
-    if weight_dtype is FP16 and not helpers.every_config:
-        pytest.skip("read with --every-config")
+    helpers.skip_without_every_config(weight_dtype is FP16)
     dtype = BF16 if weight_dtype is FP32 else weight_dtype
     name = str(dtype).removeprefix("torch.")
     widths = (5120, 6144, 8192, 10240, 12288, 16384, 18432, 24576, 32768, 65536)

@@ -265,6 +265,21 @@ def skipped_where_fails(original: Callable[[], object]) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def unchanged(tensors: Iterable[Tensor | None]) -> Iterator[None]:
+    """Check that a block leaves these tensors as they were."""
+    there = [each for each in tensors if each is not None]
+    before = [each.clone() for each in there]
+    yield
+    assert all(map(torch.equal, there, before))
+
+
+def skip_without_every_config(is_left_out: bool = True) -> None:
+    """Skip a case that --every-config alone asks."""
+    if is_left_out and not every_config:
+        pytest.skip("with --every-config")
+
+
 def alignment(extent: int) -> str:
     """The classes of extents that cuda-tile compiles apart."""
     return "one" if extent == 1 else "multiple of 16" if extent % 16 == 0 else "other"
