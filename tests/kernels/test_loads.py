@@ -288,14 +288,8 @@ def test_packed_rows_give_the_same_bits(width, pieces, dtype, weight_dtype):
 def test_packed_teams_give_the_same_bits(width, pieces, members, dtype, weight_dtype):
     """Teams by gathers agree, with dw and without."""
     inputs = with_numbers_that_a_wrong_widening_shows(11, 84, dtype, weight_dtype)
-    settings = {
-        "width": width,
-        "warps": 8,
-        "occupancy": 1,
-        "latency": 2,
-        "pieces": pieces,
-        "members": members,
-    }
+    tile = {"width": width, "pieces": pieces, "members": members}
+    settings = tile | {"warps": 8, "occupancy": 1, "latency": 2}
     packed = BackwardPipelinedTeam(**settings, rstd_ahead=True, packed=True)
     expected = run_backward(inputs, BackwardTeam(**settings))
     assert_same_bits(run_backward(inputs, packed), expected, packed)
@@ -303,20 +297,16 @@ def test_packed_teams_give_the_same_bits(width, pieces, members, dtype, weight_d
     assert_same_bits(alone, {"dx": expected["dx"]}, packed)
 
 
+OF_ROWS = {"warps": 4, "occupancy": 2, "latency": 4, "weight_load": "joint"}
+OF_TILES, OF_TEAMS = OF_ROWS | {"occupancy": 4, "rows": 4}, OF_ROWS | {"occupancy": 1, "latency": 1}
 JOINTLY = {
-    "rows": ForwardRows(width=64, warps=4, occupancy=2, latency=4, weight_load="joint"),
-    "rows in two tiles": ForwardRows(width=32, warps=4, occupancy=2, latency=4, rest=32, weight_load="joint"),
-    "packed rows in equal tiles": ForwardRows(
-        width=16, warps=4, occupancy=2, latency=4, pieces=4, packed=True, weight_load="joint"
-    ),
-    "tiles": ForwardTiles(width=64, warps=4, occupancy=4, latency=4, rows=4, weight_load="joint"),
-    "tiles of a warp": ForwardTiles(
-        width=16, warps=4, occupancy=4, latency=4, rows=4, pieces=4, weight_load="joint"
-    ),
-    "teams": ForwardTeam(width=16, warps=4, occupancy=1, latency=1, members=4, weight_load="joint"),
-    "packed teams": ForwardTeam(
-        width=16, warps=4, occupancy=1, latency=1, pieces=2, members=2, packed=True, weight_load="joint"
-    ),
+    "rows": ForwardRows(**OF_ROWS, width=64),
+    "rows in two tiles": ForwardRows(**OF_ROWS, width=32, rest=32),
+    "packed rows in equal tiles": ForwardRows(**OF_ROWS, width=16, pieces=4, packed=True),
+    "tiles": ForwardTiles(**OF_TILES, width=64),
+    "tiles of a warp": ForwardTiles(**OF_TILES, width=16, pieces=4),
+    "teams": ForwardTeam(**OF_TEAMS, width=16, members=4),
+    "packed teams": ForwardTeam(**OF_TEAMS, width=16, pieces=2, members=2, packed=True),
 }
 
 
@@ -361,21 +351,17 @@ def bits(tensor):
 
 TEAM = BackwardPipelinedTeam(width=16, warps=4, occupancy=2, latency=2, pieces=3, members=2, rstd_ahead=True)
 # A row's columns, and a variant by TMA that holds it. Of a team three blocks an SM load no rstd ahead.
+BY_TMA = BackwardPipelined(width=32, warps=4, occupancy=1, latency=2, pieces=3)
+OF_THREE = BackwardPipelinedTeam(width=32, warps=4, occupancy=3, latency=2, members=3)
 VARIANTS = {
     "rows of one tile": (84, BackwardPipelined(width=128, warps=4, occupancy=2, latency=2)),
-    "rows": (96, BackwardPipelined(width=32, warps=4, occupancy=1, latency=2, pieces=3)),
-    "rows, the last tile partial": (
-        84,
-        BackwardPipelined(width=32, warps=4, occupancy=1, latency=2, pieces=3),
-    ),
+    "rows": (96, BY_TMA),
+    "rows, the last tile partial": (84, BY_TMA),
     "teams": (96, TEAM),
     "teams, the last tile partial": (84, TEAM),
-    "teams, three blocks an SM": (
-        84,
-        BackwardPipelinedTeam(width=32, warps=4, occupancy=3, latency=2, members=3),
-    ),
-    "packed rows": (84, BackwardPipelined(width=32, warps=8, occupancy=1, latency=2, pieces=3, packed=True)),
-    "packed teams": (84, dataclasses.replace(TEAM, warps=8, occupancy=1, packed=True)),
+    "teams, three blocks an SM": (84, OF_THREE),
+    "packed rows": (84, replace(BY_TMA, warps=8, packed=True)),
+    "packed teams": (84, replace(TEAM, warps=8, occupancy=1, packed=True)),
 }
 every_variant = pytest.mark.parametrize(("n", "variant"), VARIANTS.values(), ids=VARIANTS)
 

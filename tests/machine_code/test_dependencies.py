@@ -49,24 +49,17 @@ ACCESS = re.compile(
     r"\*/\s+(?:@!?U?P\d )?(?:LDG|STG|LDGSTS|ATOMG?|REDG?|LD|ST|UTMALDG|UTMASTG|UTMAREDG|UBLKCP)[. ]"
 )
 WIDE = variants.ForwardTeam(width=8192, warps=4, occupancy=2, latency=2, members=8, packed=True)
-THREE = variants.BackwardPipelinedTeam(
-    width=2048, warps=4, occupancy=2, latency=4, pieces=3, members=3, rstd_ahead=True
-)
-PAIR = variants.BackwardPipelinedTeam(
-    width=8192, warps=8, occupancy=1, latency=4, pieces=2, members=2, rstd_ahead=True, packed=True
-)
-PARTS = {"width": 1024, "warps": 4, "occupancy": 2, "latency": 4}
+TWO, ALONE = {"warps": 4, "occupancy": 2, "latency": 4}, {"warps": 8, "occupancy": 1, "latency": 4}
+THREE = variants.BackwardPipelinedTeam(**TWO, width=2048, pieces=3, members=3, rstd_ahead=True)
+PAIR = variants.BackwardPipelinedTeam(**ALONE, width=8192, pieces=2, members=2, rstd_ahead=True, packed=True)
+PARTS = {**TWO, "width": 1024}
+SLABS = variants.BackwardSplit(**ALONE | {"latency": 1}, width=4096, rows=128, strip=32, slab=1024)
+AHEAD = {"warps": 8, "occupancy": 2, "latency": 3, "rows": 8, "strip": 1024, "slab": 64}
 CASES = [
     ("forward", 4096, variants.ForwardRows(width=4096, warps=8, occupancy=3, latency=4, weight_load="early")),
     ("forward", 4096, variants.ForwardRows(width=4096, warps=8, occupancy=3, latency=4, weight_load="joint")),
     ("forward", 128, variants.ForwardTiles(width=128, warps=4, occupancy=4, latency=4, rows=32)),
-    (
-        "forward",
-        1024,
-        variants.ForwardTiles(
-            width=256, warps=4, occupancy=2, latency=4, rows=4, pieces=4, weight_load="joint"
-        ),
-    ),
+    ("forward", 1024, variants.ForwardTiles(**TWO, width=256, rows=4, pieces=4, weight_load="joint")),
     ("forward", 65536, WIDE),
     ("forward", 65536, dataclasses.replace(WIDE, weight_load="joint")),
     ("forward", 40000, variants.ForwardReread(width=4096, warps=8, occupancy=2, latency=4)),
@@ -82,24 +75,10 @@ CASES = [
     ("backward", 7168, variants.BackwardTiles(width=8192, warps=8, occupancy=1, latency=4, rows=2, tma=True)),
     ("backward", 32768, variants.BackwardTeam(width=8192, warps=4, occupancy=2, latency=2, members=4)),
     ("backward", 18432, THREE),
-    (
-        "backward",
-        32768,
-        variants.BackwardPipelinedTeam(width=4096, warps=4, occupancy=3, latency=4, members=8),
-    ),
+    ("backward", 32768, variants.BackwardPipelinedTeam(**TWO | {"occupancy": 3}, width=4096, members=8)),
     ("backward", 32768, PAIR),
-    (
-        "backward",
-        4096,
-        variants.BackwardSplit(width=4096, warps=8, occupancy=1, latency=1, rows=128, strip=32, slab=1024),
-    ),
-    (
-        "backward",
-        32768,
-        variants.BackwardSplitReread(
-            width=8192, warps=8, occupancy=2, latency=3, rows=8, strip=1024, slab=64
-        ),
-    ),
+    ("backward", 4096, SLABS),
+    ("backward", 32768, variants.BackwardSplitReread(**AHEAD, width=8192)),
     ("backward", 40000, variants.BackwardStrips(width=2048, warps=4, occupancy=2, latency=4)),
     ("backward", 40000, variants.BackwardStrips(width=2048, warps=4, occupancy=3, latency=4, tma=True)),
     ("dx", 40000, variants.BackwardReread(width=4096, warps=4, occupancy=2, latency=4)),

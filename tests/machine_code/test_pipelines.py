@@ -141,24 +141,17 @@ def test_none_of_later_architectures_overwrites_tiles_in_use(architecture, dtype
     assert kernels <= {name for name, count in read.items() if count}
 
 
+ALONE, TEAM = {"warps": 8, "occupancy": 1, "latency": 4}, {"latency": 4, "rstd_ahead": True}
+
+
 @pytest.mark.parametrize(
     ("n", "variant"),
     [
-        (12288, BackwardPipelined(width=4096, warps=8, occupancy=1, latency=4, pieces=3)),
-        (16384, BackwardPipelined(width=2048, warps=8, occupancy=1, latency=4, pieces=8)),
-        (18432, BackwardPipelined(width=2048, warps=8, occupancy=1, latency=4, pieces=9, packed=True)),
-        (
-            18432,
-            BackwardPipelinedTeam(
-                width=2048, warps=4, occupancy=2, latency=4, pieces=3, members=3, rstd_ahead=True
-            ),
-        ),
-        (
-            32768,
-            BackwardPipelinedTeam(
-                width=8192, warps=8, occupancy=1, latency=4, pieces=2, members=2, rstd_ahead=True, packed=True
-            ),
-        ),
+        (12288, BackwardPipelined(**ALONE, width=4096, pieces=3)),
+        (16384, BackwardPipelined(**ALONE, width=2048, pieces=8)),
+        (18432, BackwardPipelined(**ALONE, width=2048, pieces=9, packed=True)),
+        (18432, BackwardPipelinedTeam(**TEAM, width=2048, warps=4, occupancy=2, pieces=3, members=3)),
+        (32768, BackwardPipelinedTeam(**ALONE | TEAM, width=8192, pieces=2, members=2, packed=True)),
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
