@@ -470,6 +470,10 @@ def test_a_hint_leads_to_the_right_result(name):
 TENSORS = rope_calls.case()
 
 
+def assert_near(outputs, expected):
+    torch.testing.assert_close([each.double() for each in outputs], [*expected], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["cos", "sin"])
 def test_tables_of_another_dtype(name):
     q, k, *weights, cos, sin = TENSORS
@@ -478,8 +482,7 @@ def test_tables_of_another_dtype(name):
         qk_norm_rope(q, k, *weights, *tables.values())
     tables[name] = tables[name].float()
     outputs = qk_norm_rope(q, k, *weights, *tables.values(), eps=rope_calls.EPS)
-    for one, other in zip(outputs, rope_calls.expected(*TENSORS), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    assert_near(outputs, rope_calls.expected(*TENSORS))
 
 
 def test_complex_tables_have_no_hint():
@@ -496,8 +499,7 @@ def test_positions_of_another_dtype():
     with pytest.raises(TypeError, match=r"pass position_ids.long\(\)$"):
         qk_norm_rope(*tensors, position_ids=positions)
     outputs = qk_norm_rope(*tensors, position_ids=positions.long(), eps=rope_calls.EPS)
-    for one, other in zip(outputs, rope_calls.expected(*tensors, positions.long()), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    assert_near(outputs, rope_calls.expected(*tensors, positions.long()))
 
 
 def test_a_table_that_requires_grad():
@@ -506,8 +508,7 @@ def test_a_table_that_requires_grad():
     with pytest.raises(ValueError, match=r"detach\(\) it"):
         qk_norm_rope(*tensors, cos, sin)
     outputs = qk_norm_rope(*tensors, cos.detach(), sin, eps=rope_calls.EPS)
-    for one, other in zip(outputs, rope_calls.expected(*TENSORS), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    assert_near(outputs, rope_calls.expected(*TENSORS))
 
 
 def test_one_tensor_is_for_rms_norm_rope():

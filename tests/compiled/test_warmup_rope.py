@@ -205,47 +205,41 @@ def test_other_calls_are_others(on_meta, others):
 
 
 @pytest.mark.parametrize(
-    ("width", "options", "error", "message"),
+    ("changes", "error", "message"),
     [
-        ([64, BF16], {}, TypeError, r"width: expected \(n, dtype\) or"),
-        ((64, torch.float64), {}, TypeError, "width: expected dtypes that there are kernels for"),
-        ((65, BF16), {}, ValueError, "rotary_dim: expected an even number of elements, since D, 65, is odd"),
-        ((64, BF16), {"heads": 0}, ValueError, "heads: expected at least 1, got 0"),
-        ((64, BF16), {"k_heads": 1.5}, TypeError, "k_heads: expected an int or None, got 1.5"),
-        ((64, BF16), {"per_head": 1}, TypeError, "per_head: expected a bool, got 1"),
+        ({"width": [64, BF16]}, TypeError, r"width: expected \(n, dtype\) or"),
+        ({"width": (64, torch.float64)}, TypeError, "width: expected dtypes that there are kernels for"),
         (
-            (64, BF16),
-            {"rotary_dim": 63},
+            {"width": (65, BF16)},
             ValueError,
-            "rotary_dim: expected an even number up to D, 64, got 63",
+            "rotary_dim: expected an even number of elements, since D, 65, is odd",
         ),
-        ((64, BF16), {"rotary_dim": "64"}, TypeError, "rotary_dim: expected an int or None, got '64'"),
-        ((64, BF16), {"interleaved": 1}, TypeError, "interleaved: expected a bool, got 1"),
-        ((64, BF16), {"table_dtype": FP16}, TypeError, "cos: expected torch.float32 or the dtype of q, "),
-        ((64, BF16), {"table_dtype": "float32"}, TypeError, "table_dtype: expected None or a dtype of "),
-        ((64, BF16), {"half_tables": "no"}, TypeError, "half_tables: expected a bool, got 'no'"),
-        ((64, BF16), {"positions": 0}, ValueError, "positions: expected at least 1, or None, got 0"),
+        ({"heads": 0}, ValueError, "heads: expected at least 1, got 0"),
+        ({"k_heads": 1.5}, TypeError, "k_heads: expected an int or None, got 1.5"),
+        ({"per_head": 1}, TypeError, "per_head: expected a bool, got 1"),
+        ({"rotary_dim": 63}, ValueError, "rotary_dim: expected an even number up to D, 64, got 63"),
+        ({"rotary_dim": "64"}, TypeError, "rotary_dim: expected an int or None, got '64'"),
+        ({"interleaved": 1}, TypeError, "interleaved: expected a bool, got 1"),
+        ({"table_dtype": FP16}, TypeError, "cos: expected torch.float32 or the dtype of q, "),
+        ({"table_dtype": "float32"}, TypeError, "table_dtype: expected None or a dtype of "),
+        ({"half_tables": "no"}, TypeError, "half_tables: expected a bool, got 'no'"),
+        ({"positions": 0}, ValueError, "positions: expected at least 1, or None, got 0"),
         (
-            (64, BF16),
             {"positions": 8, "position_dtype": torch.int16},
             TypeError,
             "position_dtype: expected torch.int64 or torch.int32, got torch.int16",
         ),
-        ((64, BF16), {"casting": "twice"}, ValueError, "casting: expected one of "),
-        (
-            (64, BF16),
-            {"rope_rounding": "all"},
-            ValueError,
-            "rope_rounding: expected one of 'end', 'norm', 'each'",
-        ),
-        ((64, BF16), {"device": "cpu"}, ValueError, "device: expected a CUDA device, got cpu"),
+        ({"casting": "twice"}, ValueError, "casting: expected one of "),
+        ({"rope_rounding": "all"}, ValueError, "rope_rounding: expected one of 'end', 'norm', 'each'"),
+        ({"device": "cpu"}, ValueError, "device: expected a CUDA device, got cpu"),
     ],
 )
-def test_what_is_no_call_is_refused(monkeypatch, width, options, error, message):
+def test_what_is_no_call_is_refused(monkeypatch, changes, error, message):
     monkeypatch.setattr(warm_module, "warm", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(cutile, "unusable", refusals.tensors_unusable)
+    given = {"width": (64, BF16), "heads": 4, "k_heads": 4, "device": "cuda:0"} | changes
     with pytest.raises(error, match=message):
-        tr.warmup_rope(width, **({"heads": 4, "k_heads": 4, "device": "cuda:0"} | options))
+        tr.warmup_rope(**given)
 
 
 def test_what_cannot_run_is_refused(monkeypatch):
