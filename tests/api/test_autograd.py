@@ -185,20 +185,6 @@ def test_inside_torch_compile(backend):
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-def test_rows_inside_torch_compile(backend):
-    inputs = make_inputs(13, 100)
-    torch._dynamo.reset()
-
-    @torch.compile(backend="eager")
-    def both(x, dy, weight):
-        y, rstd = rms_norm_forward(x * 1, weight, 1e-3, backend=backend)
-        return y, rstd, *rms_norm_backward(x * 1, dy, weight, rstd, backend=backend)
-
-    results = dict(zip(("y", "rstd", "dx", "dw"), both(*inputs[:3]), strict=True))
-    assert_within(expected_results(inputs), **results)
-
-
-@pytest.mark.usefixtures("poisoned_empty")
 def test_the_reference_by_name_does_not_break_a_graph(monkeypatch):
     """A process's first call, before anything is chosen, breaks none either."""
     monkeypatch.setattr(registry, "_chosen", {})

@@ -186,13 +186,13 @@ def test_the_function_with_several_dimensions(dims):
     assert_same_bits(torch.compile(call, fullgraph=True, backend="aot_eager"), call, [x, weight])
 
 
-def test_forward_and_backward_without_autograd():
+def test_forward_and_backward_without_autograd(backend):
     def both(x, weight, residual):
-        y, residual_out, rstd = rms_norm_forward(x, weight, residual=residual, backend=BACKEND)
-        options = {"d_residual_out": residual, "needs_db": True, "backend": BACKEND}
+        y, residual_out, rstd = rms_norm_forward(x, weight, residual=residual, backend=backend)
+        options = {"d_residual_out": residual, "needs_db": True, "backend": backend}
         of_sum = rms_norm_backward(residual_out, y, weight, rstd, **options)
-        y, rstd = rms_norm_forward(x, weight, backend=BACKEND)
-        return (y, rstd, *of_sum, *rms_norm_backward(x, y, weight, rstd, dw_dtype=BF16, backend=BACKEND))
+        y, rstd = rms_norm_forward(x, weight, backend=backend)
+        return (y, rstd, *of_sum, *rms_norm_backward(x, y, weight, rstd, dw_dtype=BF16, backend=backend))
 
     given = [each.detach() for each in (rows(3, N), rows(N), rows(3, N))]
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")

@@ -95,21 +95,17 @@ def test_every_kernel_with_sms_left_free(n):
         warm(machine, n, BF16, BF16)
 
 
-@pytest.mark.parametrize("n", [1024, 4096, 5120, 16384, 65536])
-def test_every_kernel_beside_a_float32_weight(n):
+@pytest.mark.parametrize(
+    ("weight_dtype", "n"),
+    [*((FP32, n) for n in (1024, 4096, 5120, 16384, 65536)), *((None, n) for n in (64, 4096, 18432, 40000))],
+)
+def test_every_kernel_beside_a_float32_weight_and_without_one(weight_dtype, n):
     machine = CountingMachine(132)
-    warm(machine, n, BF16, FP32)
-    counts = (*range(1, 50), *(2**k for k in range(24)), *(int(1.3**k) for k in range(1, 62)))
-    assert_nothing_new(machine, counts, n, weight_dtype=FP32)
-
-
-@pytest.mark.parametrize("n", [64, 4096, 18432, 40000])
-def test_every_kernel_without_a_weight(n):
-    machine = CountingMachine(132)
-    warm(machine, n, BF16, None)
-    counts = {*range(1, 100), *(int(1.05**k) for k in range(1, 330))}
-    warmed = assert_nothing_new(machine, counts, n, has_weight=False)
-    assert not any(name.startswith(("backward_split", "sum")) for name, *_ in warmed)
+    warm(machine, n, BF16, weight_dtype)
+    counts = {*range(1, 100), *(2**k for k in range(24)), *(int(1.05**k) for k in range(1, 330))}
+    options = {"has_weight": weight_dtype is not None, "weight_dtype": weight_dtype}
+    warmed = assert_nothing_new(machine, counts, n, **options)
+    assert weight_dtype or not any(name.startswith(("backward_split", "sum")) for name, *_ in warmed)
 
 
 SLABS = [(1, 1), (1, 8), (2, 4), (8, 8), (8, 24), (16, 256), (4, 1024), (128, 1024)]
