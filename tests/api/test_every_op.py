@@ -119,7 +119,7 @@ def test_autocast(op, kind, backend, monkeypatch):
     """Calls are cast as is documented; library ops are not."""
     settle_interpreters(monkeypatch)
     call = op.make(kind)
-    options, dtype = op.autocast(kind, call)
+    options, dtype = op.autocast(kind)
 
     def cast(*given, **others):
         return call.public(*(each.to(dtype or each.dtype) for each in given), **options, **others)

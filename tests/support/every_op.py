@@ -85,8 +85,8 @@ class Op(NamedTuple):
     empty: Callable[[Any], Sequence[Any]]  # kinds without rows
     wanted: Callable[[Any], Sequence[int]]  # of a kind, what the backward's op may be asked for
     unknown: tuple[tuple[Any, str], ...]  # functions that no known call runs, by owner and name
-    # of a kind and a call of it, the options under autocast of DEVICE, and the dtype of leaves or None
-    autocast: Callable[[Any, Call], tuple[dict[str, Any], torch.dtype | None]] = lambda kind, call: ({}, None)
+    # of a kind, the options that a call has under autocast of DEVICE, and the dtype of leaves, or None
+    autocast: Callable[[Any], tuple[dict[str, Any], torch.dtype | None]] = lambda kind: ({}, None)
     # of the settings of one of its kernels, an architecture and a casting, a plan; None of other settings
     plan_of: Callable[[Any, int, str], Any] = lambda *_: None
 
@@ -143,16 +143,15 @@ def of_norm(variant: Variant, *, seed: int = 0, device: Any = DEVICE) -> Call:
     return Call(leaves, {}, dys, public, by_op, exact, of_forward, of_backward)
 
 
-def _autocast_norm(variant: Variant, call: Call) -> tuple[dict[str, Any], torch.dtype | None]:
+def _autocast_norm(variant: Variant) -> tuple[dict[str, Any], torch.dtype | None]:
     """F.rms_norm's rule: y has its dtype, unless out_dtype says otherwise; a sum with a residual is not cast."""
-    x, *_ = call.leaves.values()
+    half = torch.ones(1, 8, dtype=BF16, device=DEVICE)
     with torch.autocast(DEVICE.type, BF16):
-        dtype = F.rms_norm(x, x.shape[-1:]).dtype
-    if dtype is x.dtype:
-        return {}, None
-    if variant.has_residual:
-        return {"casting": "once", "out_dtype": variant.out_dtype or dtype}, None
-    return {"out_dtype": variant.out_dtype or dtype}, dtype
+        if F.rms_norm(half, (8,)).dtype is BF16:
+            return {}, None
+    dtype = torch.promote_types(variant.dtype, FP32)
+    options: dict[str, Any] = {"out_dtype": variant.out_dtype or dtype}
+    return (options | {"casting": "once"}, None) if variant.has_residual else (options, dtype)
 
 
 def of_rope(

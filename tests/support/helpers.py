@@ -97,7 +97,7 @@ def why_skip(backend: str, device: torch.device = DEVICE) -> str | None:
 def why_lacked(backend: str, request: pytest.FixtureRequest) -> str | None:
     """One line on why a law about an op (every_op.py) does not run on a backend, which lacks it; None for others."""
     op = getattr(request.node, "callspec", None) and request.node.callspec.params.get("op")
-    if not hasattr(op, "forward"):
+    if op is None or not hasattr(op, "forward"):
         return None
     name = op.forward._schema.name.partition("::")[2]
     return None if name in registry._implemented_ops(backend) else f"{backend} has no {name}"
