@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from every_op import each_op, each_smooth_kind, present
+from every_op import assert_same_bits, each_op, each_smooth_kind, of_norm, present
 from helpers import BF16, DEVICE, FP32, FP64, assert_within, expected_results, make_inputs
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -304,45 +304,31 @@ def test_residual_out_changed_in_place(backend):
         y.backward(inputs.dy)
 
 
-def op_on(backend):
-    """The library op in place of `norm`, on x, weight, bias and residual of one dtype."""
-
-    def run(given):
-        x, weight, bias, residual = given.values()
-        options = 1, 1e-6, 0.0, "once", 1.0, None, None, backend
-        return torch.ops.tilegym_rmsnorm.rms_norm_forward(x, residual, weight, bias, *options)[::2]
-
-    return run
-
-
-def forms(backend):
-    return (lambda given: norm(VARIANT, given, backend)), op_on(backend)
-
-
-def test_residual_out_alone_needs_nothing_that_was_saved(backend):
+@pytest.mark.parametrize("is_op", [False, True])
+def test_residual_out_alone_needs_nothing_that_was_saved(is_op, backend):
     """A residual stream is changed in place, as by `h += mlp(y.detach())`, and its graph is used twice."""
-    unpacked = []
-    for run in forms(backend):
-        given = leaves(make(VARIANT))
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
-            _, residual_out = run(given)
-        given["weight"].detach().add_(1)
-        residual_out.add_(1)
-        for _ in range(2):
-            dx, d_residual = torch.autograd.grad(residual_out.sum(), (given["x"], given["residual"]))
-            assert torch.equal(dx, torch.ones_like(dx)) and torch.equal(d_residual, torch.ones_like(dx))
-        assert not unpacked
+    call, unpacked = of_norm(VARIANT), []
+    x, weight, _, residual = leaves = call.recorded()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
+        _, residual_out = (call.by_op if is_op else call.public)(*leaves, backend=backend)
+    weight.detach().add_(1)
+    residual_out.add_(1)
+    for _ in range(2):
+        dx, d_residual = torch.autograd.grad(residual_out.sum(), (x, residual))
+        assert torch.equal(dx, torch.ones_like(dx)) and torch.equal(d_residual, torch.ones_like(dx))
+    assert not unpacked
 
 
-def test_autograd_has_the_tensors_in_one_order(backend):
+@pytest.mark.parametrize("is_op", [False, True])
+def test_autograd_has_the_tensors_in_one_order(is_op, backend):
     """In it gradients of one tensor are added, so bits depend on it, and DDP makes its buckets."""
-    for run in forms(backend):
-        given, seen = leaves(inputs := make(VARIANT)), []
-        y = run(given)[0]
-        y.grad_fn.register_hook(lambda gradients, _, seen=seen: seen.extend(gradients))  # of its inputs
-        y.backward(inputs.dy)
-        found, order = [each for each in seen if each is not None], ("x", "residual", "weight", "bias")
-        assert all(torch.equal(each, given[name].grad) for each, name in zip(found, order, strict=True))
+    call, seen = of_norm(VARIANT), []
+    x, weight, bias, residual = leaves = call.recorded()
+    y, _ = (call.by_op if is_op else call.public)(*leaves, backend=backend)
+    y.grad_fn.register_hook(lambda gradients, _: seen.extend(gradients))  # of its inputs
+    y.backward(call.dys[0])
+    found = [each for each in seen if each is not None]
+    assert_same_bits(found, [each.grad for each in (x, residual, weight, bias)])
 
 
 @pytest.mark.parametrize("hooks", ["offloaded", "another copy", "strided"])
