@@ -10,9 +10,7 @@ import variants
 from helpers import BF16, FP16, FP32, HAS_GPU, assert_alike, why_skip
 from variants import Variant
 
-from tilegym_rmsnorm.backends import around_kernels
-
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
+pytestmark = pytest.mark.usefixtures("poisoned_empty", "no_composing")
 
 if HAS_GPU and (reason := why_skip("cutile")):
     pytest.skip(reason, allow_module_level=True)
@@ -93,15 +91,6 @@ def _assert_right_and_alike(variant, runs):
         assert all(
             torch.equal(launch.rms_norm_forward(spec, inputs[:4])[2], residual_out) for _ in range(runs // 10)
         )
-
-
-@pytest.fixture(autouse=True)
-def by_kernels(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("composed of PyTorch's operations")
-
-    monkeypatch.setattr(around_kernels, "forward", refuse)
-    monkeypatch.setattr(around_kernels, "backward", refuse)
 
 
 @pytest.mark.parametrize("size", ELEMENTS)
