@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from every_op import OPS, assert_same_bits, ends, few, of_each_op, present, usual, usual_kinds
+from every_op import OPS, assert_same_bits, ends, few, fresh, of_each_op, present, usual, usual_kinds
 from helpers import BACKENDS, BF16, DEVICE, FP16, HAS_GPU, in_turn, settle_interpreters
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -50,7 +50,7 @@ def with_tensors(call, tensors):
 @pytest.mark.parametrize(("op", "kind", "layouts"), [case for op in OPS for case in layouts_of(op)])
 def test_layouts(op, kind, layouts, backend):
     """Values are those of contiguous copies, results are contiguous, and the tensors stay as they were."""
-    call = op.make(kind)
+    call = fresh(op, kind)
     every = (*call.tensors, *call.dys)
     given = [arranged(each, layout) for each, layout in zip(every, itertools.cycle(layouts), strict=False)]
     copies = [each.contiguous().clone() for each in given]
@@ -118,7 +118,7 @@ def test_fake_results_of_calls(op, kind, name):
 def test_autocast(op, kind, backend, monkeypatch):
     """Calls are cast as is documented; library ops are not."""
     settle_interpreters(monkeypatch)
-    call = op.make(kind)
+    call = fresh(op, kind)
     options, dtype = op.autocast(kind)
 
     def cast(*given, **others):
@@ -152,7 +152,7 @@ COMPOSED = {  # ways of a call to PyTorch's operations, of a function and its le
 def test_results_of_pytorch_s_operations(op, kind, way):
     """They are contiguous, in graphs too, where `view` failed: PyTorch's operations keep the order of strides. And they
     may be changed in place."""
-    call = op.make(kind)
+    call = fresh(op, kind)
     leaves = [arranged(each, "transposed").requires_grad_() for each in call.leaves.values()]
 
     def function(*leaves):

@@ -12,6 +12,7 @@ def test_a_law(op, kind):
 import contextlib
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -340,6 +341,13 @@ OPS = (
         smooth={"one tensor": _SMOOTH_ROPE._replace(heads=(3, 0))},
     ),
 )
+
+
+def fresh(op: Op, kind: Any) -> Call:
+    """Make a call of new numbers in each run; a failure prints the seed."""
+    seed = random.SystemRandom().getrandbits(31)
+    print("seed", seed)
+    return op.make(kind, seed=seed)
 
 
 def usual(op: Op) -> Mapping[str, Any]:
