@@ -85,7 +85,7 @@ def compare(found, expected) -> None:
 
 
 def by_the_ops_themselves(mesh) -> None:
-    """What nobody has called before: the rules are registered by the op."""
+    """Called before all others: an op registers the rules itself."""
     x, residual, weight, bias, dy, _ = tensors(B, T, N)
     placed = [distribute_tensor(t, mesh, [at]) for t, at in ((x, Shard(1)), (weight, WHOLE), (dy, Shard(1)))]
     more = 1.0, None, None, None  # alpha, and dtypes and the backend
