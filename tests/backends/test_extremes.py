@@ -183,11 +183,11 @@ PAST = [((3e-20, 1e-19), 4.0), ((1e10, 1e15, 1e18), 1e-26)]
 @pytest.mark.parametrize("name", TRITON_FORWARDS)
 @pytest.mark.parametrize("eps", [0.0, 1e-38])
 def test_forward_by_each_kernel_of_triton(name, eps):
-    from tilegym_rmsnorm.backends.triton import launch
+    from tilegym_rmsnorm.backends.triton import host_norm
 
     rows = held(make_rows(X_SCALES, 1.0, eps))
     spec, tensors = Spec(rows.x.shape[1], eps, 0.0, "once"), (rows.x, rows.weight, None, None)
-    y, rstd, _ = launch.launch_forward(TRITON_FORWARDS[name], spec, tensors)
+    y, rstd, _ = host_norm.launch_forward(TRITON_FORWARDS[name], spec, tensors)
     check(rows, y=y)
     assert rstd.isfinite().all()
 
@@ -196,12 +196,12 @@ def test_forward_by_each_kernel_of_triton(name, eps):
 @pytest.mark.parametrize("name", TRITON_BACKWARDS)
 @pytest.mark.parametrize(("x_scales", "dy_scale"), [TINY, HUGE, *PAST])
 def test_backward_by_each_kernel_of_triton(name, x_scales, dy_scale):
-    from tilegym_rmsnorm.backends.triton import launch
+    from tilegym_rmsnorm.backends.triton import host_norm
 
     rows = held(make_rows(x_scales, dy_scale, 0.0))
     spec, tensors = Spec(rows.x.shape[1], 0.0, 0.0, "once"), (rows.x, rows.dy, rows.weight, rows.rstd, None)
     wanted = Wanted(rows.x.dtype, dw=rows.weight.dtype)
-    dx, _, dw, _ = launch.launch_backward(TRITON_BACKWARDS[name], spec, tensors, wanted)
+    dx, _, dw, _ = host_norm.launch_backward(TRITON_BACKWARDS[name], spec, tensors, wanted)
     check(rows, dx=dx, dw=dw)
 
 

@@ -3,7 +3,6 @@
 
 """Backend "triton": every branch of its kernels. Without a GPU they run in Triton's interpreter."""
 
-import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,29 +20,35 @@ from helpers import (
 )
 
 from tilegym_rmsnorm import settings
-from tilegym_rmsnorm.backends.triton.config import BackwardConfig, ForwardConfig
+from tilegym_rmsnorm.backends.triton.config import BackwardConfig, ForwardConfig, Tile
 from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 needs_kernels = pytest.mark.skipif(why_skip("triton") is not None, reason=str(why_skip("triton")))
 
 # 13 rows of 100 (or 96) columns, in every way that the kernels know
 FORWARDS = {
-    "one row": ForwardConfig(True, rows=1, width=128, tiles=1, num_warps=4),
-    "rows per tile": ForwardConfig(True, rows=8, width=128, tiles=1, num_warps=4),
-    "tiles per row": ForwardConfig(True, rows=4, width=32, tiles=4, num_warps=4),
-    "chunks": ForwardConfig(False, rows=1, width=32, tiles=4, num_warps=4),
+    "one row": ForwardConfig("forward_rows", Tile(rows=1, width=128), num_warps=4),
+    "rows per tile": ForwardConfig("forward_rows", Tile(rows=8, width=128), num_warps=4),
+    "tiles per row": ForwardConfig("forward_rows", Tile(rows=4, width=32, tiles=4), num_warps=4),
+    "chunks": ForwardConfig("forward_reread", Tile(rows=1, width=32, strips=4), num_warps=4),
 }
-_HELD = BackwardConfig("held", walks=3, rows=1, width=128, tiles=1, num_warps=4, num_stages=2, dw_width=64)
+
+
+def _backward(kernel="backward_dx", walks=3, c_tile=None, rows=1, width=128, **tile):
+    tile = Tile(rows, width, **({"stages": 2} | tile))
+    return BackwardConfig(kernel, tile, walks, num_warps=4, dw_width=64, c_tile=c_tile)
+
+
 BACKWARDS = {
-    "one row": _HELD,
-    "a walk per row": dataclasses.replace(_HELD, walks=13),
-    "one walk": dataclasses.replace(_HELD, walks=1),
-    "rows per tile": dataclasses.replace(_HELD, rows=4),
-    "walks without rows": dataclasses.replace(_HELD, rows=8, walks=5),
-    "tiles per row": dataclasses.replace(_HELD, rows=2, width=32, tiles=4),
-    "reread": dataclasses.replace(_HELD, plan="reread", width=32, tiles=4),
-    "strips": dataclasses.replace(_HELD, plan="strips", rows=2, width=32, tiles=4),
-    "strips of one row": dataclasses.replace(_HELD, plan="strips", width=32, tiles=4),
+    "one row": _backward(),
+    "a walk per row": _backward(walks=13),
+    "one walk": _backward(walks=1),
+    "rows per tile": _backward(rows=4),
+    "walks without rows": _backward(rows=8, walks=5),
+    "tiles per row": _backward(rows=2, width=32, tiles=4),
+    "reread": _backward("backward_dx_reread", width=32, tiles=4),
+    "strips": _backward(rows=2, width=32, strips=4, c_tile=Tile(rows=1, width=64, strips=2)),
+    "strips of one row": _backward(width=32, strips=4, c_tile=Tile(rows=1, width=32, strips=4)),
 }
 
 
@@ -54,12 +59,12 @@ def _spec(inputs):
 @needs_kernels
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_llama_rounds_xhat_in_dw(name):
-    from tilegym_rmsnorm.backends.triton import launch
+    from tilegym_rmsnorm.backends.triton import host_norm
 
     inputs = make_inputs(13, 100, BF16, FP32)
     tensors = (inputs.x, inputs.dy, inputs.weight, expected_results(inputs)["rstd"].truth.float(), None)
     llama, once = (
-        launch.launch_backward(
+        host_norm.launch_backward(
             BACKWARDS[name], _spec(inputs._replace(casting=casting)), tensors, Wanted(BF16, dw=FP32)
         )[2]
         for casting in ("llama", "once")
@@ -70,12 +75,12 @@ def test_llama_rounds_xhat_in_dw(name):
 @needs_kernels
 @pytest.mark.parametrize("margin", [0, 1])
 def test_sms_are_left_free(monkeypatch, margin):
-    from tilegym_rmsnorm.backends.triton import launch
+    from tilegym_rmsnorm.backends.triton import host, host_norm, launch
 
-    used, launch_backward = [], launch.launch_backward
-    monkeypatch.setattr(launch, "_sm_count", lambda device: 2)
+    used, launch_backward = [], host_norm.launch_backward
+    monkeypatch.setattr(host, "sm_count", lambda device: 2)
     monkeypatch.setattr(
-        launch, "launch_backward", lambda *call: used.append(call[0]) or launch_backward(*call)
+        host_norm, "launch_backward", lambda *call: used.append(call[0]) or launch_backward(*call)
     )
     inputs = make_inputs(9, 4096, BF16, FP32, seed=margin)
     expected = expected_results(inputs)
@@ -90,9 +95,9 @@ def test_sms_are_left_free(monkeypatch, margin):
 
 @needs_kernels
 def test_a_margin_of_all_sms_is_refused_before_any_launch(monkeypatch):
-    from tilegym_rmsnorm.backends.triton import launch
+    from tilegym_rmsnorm.backends.triton import host, launch
 
-    monkeypatch.setattr(launch, "_sm_count", lambda device: 2)
+    monkeypatch.setattr(host, "sm_count", lambda device: 2)
     inputs = make_inputs(3, 64, BF16, FP32)
     rstd = torch.ones(3, device=DEVICE)
     with settings.use_sm_margin(2):
@@ -109,13 +114,13 @@ def test_a_margin_of_all_sms_is_refused_before_any_launch(monkeypatch):
 @needs_kernels
 def test_results_are_rounded_to_nearest_even():
     """Triton's own interpreter truncates to bfloat16, a bias towards zero in every result."""
-    from tilegym_rmsnorm.backends.triton import launch
+    from tilegym_rmsnorm.backends.triton import host_norm
 
     weight = torch.randn(128, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     weight[:3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, torch.nan])  # ties to even, down and up
     ones = torch.ones(1, 128, dtype=BF16, device=DEVICE)  # rstd is 1, y the rounded weight
     spec = Spec(128, 0.0, 0.0, "once")
-    y, *_ = launch.launch_forward(FORWARDS["one row"], spec, (ones, weight, None, None))
+    y, *_ = host_norm.launch_forward(FORWARDS["one row"], spec, (ones, weight, None, None))
     torch.testing.assert_close(y[0], weight.to(BF16), rtol=0, atol=0, equal_nan=True)
 
 
@@ -125,14 +130,14 @@ def test_the_interpreter_is_changed_once_for_all_threads():
     """Triton interprets with globals: two launches at once would each run programs of the other's number."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from tilegym_rmsnorm.backends.triton import launch
+    from tilegym_rmsnorm.backends.triton import host_norm
 
     inputs = make_inputs(13, 100, BF16, FP32)
     call = (FORWARDS["one row"], _spec(inputs), (inputs.x, inputs.weight, None, None))
-    expected = launch.launch_forward(*call)[:2]
+    expected = host_norm.launch_forward(*call)[:2]
     cast = InterpreterBuilder.cast_impl
     with ThreadPoolExecutor(4) as threads:
-        for results in threads.map(lambda _: launch.launch_forward(*call), range(12)):
+        for results in threads.map(lambda _: host_norm.launch_forward(*call), range(12)):
             assert all(torch.equal(a, b) for a, b in zip(results[:2], expected, strict=True))
     assert InterpreterBuilder.cast_impl is cast
 
@@ -165,5 +170,5 @@ def test_a_launch_replaces_the_language_once_and_restores_it(monkeypatch):
         assert tl.load is before or not restores
     assert interpreter._patch_lang is ours._replaced_language
     # tl.sum is in a module that holds tl.core alone, which Triton never restores
-    launches = replaced.count("forward_rows")
+    launches = replaced.count("forward")
     assert (launches == 2 if restores else launches <= 1) and len(replaced) <= 3, replaced

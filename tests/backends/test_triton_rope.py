@@ -133,11 +133,15 @@ def test_each_casting_and_rounding_is_its_own(dtype, interleaved):
 @pytest.mark.parametrize("rounding", ["end", "norm", "each"])
 def test_rounded_products_are_not_contracted(rounding, monkeypatch):
     """Contraction drops a rounding on GPUs (gpu/test_gpu_rope.py); Triton's interpreter has none."""
-    from tilegym_rmsnorm.backends.triton import launch
+    from tilegym_rmsnorm.backends.triton import rope
 
     seen = []
-    kernel = {(2,): lambda *arrays, **options: seen.append(options)}
-    monkeypatch.setattr(launch.rope, "rope_forward", kernel)
+
+    class Kernel(dict):
+        arg_names = ()
+
+    kernel = Kernel({(2,): lambda **options: seen.append(options)})
+    monkeypatch.setattr(rope, "rope", kernel)
     q, table = torch.ones(1, 1, 1, 16, device=DEVICE, dtype=BF16), torch.ones(1, 16, device=DEVICE)
     qk_norm_rope(q, q.clone(), None, None, table, table.clone(), rope_rounding=rounding, backend="triton")
     assert [each["enable_fp_fusion"] for each in seen] == [rounding != "each"]

@@ -139,18 +139,20 @@ class Call:
         self.wanted = variants.wanted_of(variant)._replace(**dict.fromkeys(case.frozen))
 
     def forward(self, config):
-        from tilegym_rmsnorm.backends.triton import launch
+        from tilegym_rmsnorm.backends.triton import host_norm
 
         x, weight, bias, residual, *_ = self.inputs
-        results = launch.launch_forward(config, variants.spec_of(self.variant), (x, weight, bias, residual))
+        results = host_norm.launch_forward(
+            config, variants.spec_of(self.variant), (x, weight, bias, residual)
+        )
         self._check_inputs()
         return results
 
     def backward(self, config, normalized, rstd):
-        from tilegym_rmsnorm.backends.triton import launch
+        from tilegym_rmsnorm.backends.triton import host_norm
 
         tensors = (normalized, self.inputs.dy, self.inputs.weight, rstd, self.inputs.d_residual_out)
-        results = launch.launch_backward(config, variants.spec_of(self.variant), tensors, self.wanted)
+        results = host_norm.launch_backward(config, variants.spec_of(self.variant), tensors, self.wanted)
         self._check_inputs()
         return results
 

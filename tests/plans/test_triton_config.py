@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_rmsnorm.backends.triton import config
-from tilegym_rmsnorm.backends.triton.config import (
+from tilegym_rmsnorm.backends.triton import config, config_rope
+from tilegym_rmsnorm.backends.triton.config import backward_config, forward_config
+from tilegym_rmsnorm.backends.triton.config_rope import (
     RopeHeads,
-    backward_config,
-    forward_config,
     rope_backward_config,
     rope_form,
     rope_forward_config,
@@ -25,19 +24,27 @@ WIDTHS = sorted(
 BATCHES = (1, 2, 63, 64, 65, 4095, 4096, 131072, 2**24 + 1, 2**31 - 1)
 
 
+def covers(tile, n):
+    assert tile.tiles == 1 or tile.strips == 1
+    count = tile.tiles * tile.strips
+    return (count - 1) * tile.width < n <= count * tile.width
+
+
 @pytest.mark.parametrize("sm_count", [1, 84, 132, 148])
 def test_configs_cover_every_row_and_column(sm_count):
     for n in WIDTHS:
         forward = forward_config(n)
-        assert (forward.tiles - 1) * forward.width < n <= forward.tiles * forward.width
-        assert forward.is_held or forward.rows == 1
+        assert covers(forward.tile, n)
+        assert forward.kernel == "forward_rows" or forward.tile.rows == 1
         for m in BATCHES:
             plan = backward_config(m, n, sm_count)
-            assert (plan.tiles - 1) * plan.width < n <= plan.tiles * plan.width
-            assert plan.plan != "reread" or plan.rows == 1
-            steps = -(-m // plan.rows)
+            assert covers(plan.tile, n) and (plan.c_tile is None or covers(plan.c_tile, n))
+            assert plan.kernel != "backward_dx_reread" or plan.tile.rows == 1
+            assert (plan.c_tile is None) == (plan.tile.strips == 1)
+            steps = -(-m // plan.tile.rows)
             assert 1 <= plan.walks <= steps, "a walk without a row costs a row of dw_partial for nothing"
-            assert -(-m // forward.rows) < 2**31 and plan.walks * plan.tiles < 2**31, "the largest grid"
+            grids = -(-m // forward.tile.rows), plan.walks * plan.tile.strips
+            assert max(grids) < 2**31, "the largest grid"
 
 
 def test_compiled_in_values_do_not_depend_on_the_batch():
@@ -49,7 +56,8 @@ def test_compiled_in_values_do_not_depend_on_the_batch():
 def test_tiles_are_what_triton_takes():
     for n in WIDTHS:
         forward, plan = forward_config(n), backward_config(4096, n, 132)
-        for extent in (forward.rows, forward.width, plan.rows, plan.width, plan.dw_width):
+        tiles = [forward.tile, plan.tile, *filter(None, [plan.c_tile])]
+        for extent in (plan.dw_width, *(extent for tile in tiles for extent in (tile.rows, tile.width))):
             assert extent & (extent - 1) == 0
         assert forward.num_warps in (4, 8, 16) and plan.num_warps in (8, 16)
 
@@ -60,12 +68,11 @@ def test_programs_fit_the_gpu_and_walk_alike():
         for n in WIDTHS:
             for m in BATCHES:
                 plan = backward_config(m, n, sm_count)
-                programs_per_walk = plan.tiles if plan.plan == "strips" else 1
-                programs = plan.walks * programs_per_walk
+                programs = plan.walks * plan.tile.strips
                 most_programs = sm_count * config.WARPS_PER_SM // plan.num_warps
                 assert programs <= most_programs or plan.walks == 1
-                steps = -(-m // plan.rows)
-                most_walks = max(1, most_programs // programs_per_walk)
+                steps = -(-m // plan.tile.rows)
+                most_walks = max(1, most_programs // plan.tile.strips)
                 assert -(-steps // plan.walks) == -(-steps // most_walks)
 
 
@@ -77,7 +84,7 @@ def test_programs_of_all_heads_fit_the_sms_that_are_left(heads, margin):
         for m in BATCHES:
             plan, whole = (backward_config(m, n, 132, heads, left) for left in (132 - margin, None))
             assert dataclasses.replace(plan, walks=0) == dataclasses.replace(whole, walks=0)
-            programs = plan.walks * heads * (plan.tiles if plan.plan == "strips" else 1)
+            programs = plan.walks * heads * plan.tile.strips
             assert programs <= (132 - margin) * config.WARPS_PER_SM // plan.num_warps or plan.walks == 1
             assert plan.walks <= whole.walks
 
@@ -160,7 +167,9 @@ def test_what_rope_compiles_depends_neither_on_the_batch_nor_on_a_margin():
 
 
 def test_config_imports_neither_torch_nor_triton():
-    tree = ast.parse(Path(config.__file__).read_text())
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "bisect", "collections.abc", "dataclasses", "typing"}
-    assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
+    package = config.__name__.rpartition(".")[0]
+    for module, own in ((config, set()), (config_rope, {package, "bisect", "collections.abc", "typing"})):
+        tree = ast.parse(Path(module.__file__).read_text())
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert imported == {"__future__", "dataclasses"} | own
+        assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))

@@ -37,7 +37,7 @@ from rope_cases import RopeCase
 from rope_cases import make as make_rope
 from variants import Variant, make
 
-from tilegym_rmsnorm.backends.triton import launch
+from tilegym_rmsnorm.backends.triton import host, launch
 from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 SM_COUNT = 132  # the dw tile depends on it
@@ -178,7 +178,7 @@ def compile_calls(
         os.environ["TRITON_CACHE_DIR"] = cache
     compiler = Compiler(capability)
     triton.runtime.driver.set_active(compiler)
-    launch._sm_count = lambda device: SM_COUNT
+    host.sm_count = lambda device: SM_COUNT
     compiled = []
     for call in calls:
         known = len(compiler.kernels)

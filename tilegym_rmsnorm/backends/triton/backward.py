@@ -12,17 +12,16 @@ the rows each keep the float32 sums of their rows in registers and write them to
 db_partial; a second kernel sums those rows. No atomics: dw and db have the same bits on every run.
 
     backward_dx           d and partial sums, x and dy held in registers: whole rows, or strips of columns, c given
-    backward_dx_reread    (reread.py) the same for whole rows too wide for that
-    backward_c            (reread.py) c alone, for rows of which not even the sums fit; strips of columns follow
+    backward_dx_reread    the same for whole rows too wide for that, read again once c is known, from L2 mostly
+    backward_c            c alone, for rows of which not even the sums fit: backward_dx follows, by strips of columns
     sum_partials          (reduce.py) dw and db: the partial rows summed in a fixed order and rounded once
 
-A row in registers is a tuple of TILES tiles: tx, tdy, tscale (weight + o), tdw and tdb, at tcolumns where tmasks are
-true.
+A row in registers is a tuple of tiles: tx, tdy, tscale (weight + o), tdw and tdb, at tcolumns where tmasks are true.
 
 x, dy and d_residual_out are (M, N) or (B, T, H, N) of any strides but the last (rows.py), which ALIGN divides. weight,
-dw and db (N,), or (H, N) with PER_HEAD, dx and d_residual of x's shape, the float32 rstd and c (M,) and dw_partial and
-db_partial (P, N) or (P, H * N) are contiguous. Each has its own dtype. An array that is absent or not wanted is None;
-so is an alpha of 1. ROUND_XHAT (casting="llama") rounds xhat to x's dtype in dw, not in dx.
+dw and db (N,), or (H, N) with FORM.is_per_head, dx and d_residual of x's shape, the float32 rstd and c (M,) and
+dw_partial and db_partial (P, N) or (P, H * N) are contiguous. Each has its own dtype. An array that is absent or not
+wanted is None; so is an alpha of 1. FORM.rounds_xhat (casting="llama") rounds xhat to x's dtype in dw, not in dx.
 """
 
 import triton
@@ -30,12 +29,13 @@ import triton.language as tl
 
 from tilegym_rmsnorm.backends.triton.rows import (
     aligned,
-    as_multiplied,
     column_tiles,
     count_of_head,
+    kernel_name,
     load_columns,
     load_scale,
     places_of,
+    rounded,
     row_pointers,
     rows_of_head,
     split_program,
@@ -43,14 +43,6 @@ from tilegym_rmsnorm.backends.triton.rows import (
     tile_masks,
     vector_of_head,
 )
-
-
-@triton.jit
-def load_scales(weight_ptr, offset, tcolumns, tmasks):
-    tscale = ()
-    for k in tl.static_range(len(tcolumns)):
-        tscale = tscale + (load_scale(weight_ptr, offset, tcolumns[k], tmasks[k], ""),)
-    return tscale
 
 
 @triton.jit
@@ -80,10 +72,11 @@ def gradient(tx, tdy, tscale, trstd, tc):
 
 
 @triton.jit
-def store_d(dx_ptr, d_residual_ptr, d_residual_out_rows, alpha, td, rows, N: tl.constexpr, columns, tmask):
+def store_d(outputs, d_residual_out_rows, td, rows, columns, tmask, N: tl.constexpr):
     """dx and d_residual, from td, which is d without d_residual_out, and from pointers to rows of that."""
+    dx_ptr, d_residual_ptr, alpha = outputs
     if d_residual_out_rows is not None:
-        td += load_columns(d_residual_out_rows, columns, tmask, "")
+        td += load_columns(d_residual_out_rows, columns, tmask)
     if d_residual_ptr is not None:
         tl.store(d_residual_ptr + rows * N + columns, td, mask=tmask)
     if alpha is not None:
@@ -97,7 +90,7 @@ def accumulate_dw(tdw, tx, tdy, trstd, x_ptr, ROUND_XHAT: tl.constexpr):
     """tdw with dy * xhat added element by element. The rows of a tile are added to each other after the last step."""
     tsums = ()
     for k in tl.static_range(len(tx)):
-        txhat = as_multiplied(tx[k].to(tl.float32) * trstd, x_ptr, None, ROUND_XHAT)
+        txhat = rounded(tx[k].to(tl.float32) * trstd, x_ptr, ROUND_XHAT)
         tsums = tsums + (tdw[k] + tdy[k].to(tl.float32) * txhat,)
     return tsums
 
@@ -118,8 +111,116 @@ def store_sums(partial_row_ptr, tsums, tcolumns, tmasks):
         tl.store(partial_row_ptr + tcolumns[k], tl.sum(tsums[k], axis=0), mask=tmasks[k])
 
 
-@triton.jit(do_not_specialize=["M", "T", "H", *stride_names("x", "dy", "d_residual_out")])
+@triton.jit
 def backward_dx(
+    arrays, scale, rstd_ptr, c_ptr, outputs, partials, walker, lead, FORM: tl.constexpr, TILE: tl.constexpr
+):
+    """c_ptr None: whole rows, of one strip."""
+    x, dy, d_residual_out = arrays
+    dw_partial_ptr, db_partial_ptr = partials
+    program, walk, head, tcolumns, tcolumn_masks = walker
+    M, T, H = lead
+    tscale = ()
+    for k in tl.static_range(len(tcolumns)):
+        tscale = tscale + (load_scale(scale, tcolumns[k], tcolumn_masks[k]),)
+    ROWS: tl.constexpr = TILE.rows
+    WIDTH: tl.constexpr = TILE.width
+    tdw = (tl.zeros((ROWS, WIDTH), tl.float32),) * len(tcolumns)
+    tdb = tdw
+
+    steps = tl.cdiv(count_of_head(M.to(tl.int64), H, FORM), TILE.rows)
+    walks = count_of_head(tl.num_programs(0) // TILE.strips, H, FORM)
+    for step in tl.range(walk, steps, walks, num_stages=TILE.stages):
+        rows = rows_of_head(step * TILE.rows + tl.arange(0, TILE.rows), head, H, FORM)
+        trstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        tmasks = tile_masks(rows, tcolumn_masks, M, TILE)
+        places = places_of(rows[:, None], M, T, H)
+        tx, tdy = load_x_and_dy(row_pointers(x, places, H), row_pointers(dy, places, H), tcolumns, tmasks)
+        if c_ptr is None:
+            tc = mean_of_products(tx, tdy, tscale, trstd, FORM.N)
+        else:
+            tc = tl.load(c_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        d_residual_out_rows = None if d_residual_out[0] is None else row_pointers(d_residual_out, places, H)
+        for k in tl.static_range(len(tx)):
+            td = gradient(tx[k].to(tl.float32), tdy[k].to(tl.float32), tscale[k][None, :], trstd, tc)
+            store_d(outputs, d_residual_out_rows, td, rows[:, None], tcolumns[k][None, :], tmasks[k], FORM.N)
+        tdw = accumulate_dw(tdw, tx, tdy, trstd, x[0], FORM.rounds_xhat)
+        if db_partial_ptr is not None:
+            tdb = accumulate_db(tdb, tdy)
+
+    if dw_partial_ptr is not None:
+        store_sums(dw_partial_ptr + program * FORM.N, tdw, tcolumns, tcolumn_masks)
+    if db_partial_ptr is not None:
+        store_sums(db_partial_ptr + program * FORM.N, tdb, tcolumns, tcolumn_masks)
+
+
+@triton.jit
+def products(x_row, dy_row, scale, rstd, columns, tmask):
+    """xhat * g of some columns of a row, which is read for c alone: nothing of it stays in registers."""
+    txhat = load_columns(x_row, columns, tmask) * rstd
+    tdy = load_columns(dy_row, columns, tmask)
+    return txhat * (tdy * load_scale(scale, columns, tmask))
+
+
+@triton.jit
+def backward_dx_reread(
+    arrays, scale, rstd_ptr, outputs, partials, walker, lead, FORM: tl.constexpr, TILE: tl.constexpr
+):
+    """One row per step."""
+    x, dy, d_residual_out = arrays
+    dw_partial_ptr, db_partial_ptr = partials
+    program, walk, head, tcolumns, tmasks = walker
+    M, T, H = lead
+    WIDTH: tl.constexpr = TILE.width
+    tdw = (tl.zeros((WIDTH,), tl.float32),) * len(tcolumns)
+    tdb = tdw
+
+    steps = count_of_head(M, H, FORM)
+    walks = count_of_head(tl.num_programs(0), H, FORM)
+    for step in tl.range(walk, steps, walks, num_stages=TILE.stages):
+        row = rows_of_head(step, head, H, FORM)
+        rstd = tl.load(rstd_ptr + row)
+        place = places_of(row, M, T, H)
+        x_row, dy_row = row_pointers(x, place, H), row_pointers(dy, place, H)
+        d_residual_out_row = None if d_residual_out[0] is None else row_pointers(d_residual_out, place, H)
+        tproducts = tl.zeros((WIDTH,), tl.float32)
+        for k in tl.static_range(len(tcolumns)):
+            tproducts += products(x_row, dy_row, scale, rstd, tcolumns[k], tmasks[k])
+        c = tl.sum(tproducts) / FORM.N
+
+        tdw_before, tdb_before, tdw = tdw, tdb, ()
+        if db_partial_ptr is not None:
+            tdb = ()
+        for k in tl.static_range(len(tcolumns)):
+            # With the eviction policy of the loads for c the compiler would merge the two, and hold the row after all.
+            tx = load_columns(x_row, tcolumns[k], tmasks[k], "evict_first")
+            tdy = load_columns(dy_row, tcolumns[k], tmasks[k], "evict_first")
+            td = gradient(tx, tdy, load_scale(scale, tcolumns[k], tmasks[k], "evict_last"), rstd, c)
+            store_d(outputs, d_residual_out_row, td, row, tcolumns[k], tmasks[k], FORM.N)
+            tdw = tdw + (tdw_before[k] + tdy * rounded(tx * rstd, x[0], FORM.rounds_xhat),)
+            if db_partial_ptr is not None:
+                tdb = tdb + (tdb_before[k] + tdy,)
+
+    for k in tl.static_range(len(tcolumns)):
+        if dw_partial_ptr is not None:
+            tl.store(dw_partial_ptr + program * FORM.N + tcolumns[k], tdw[k], mask=tmasks[k])
+        if db_partial_ptr is not None:
+            tl.store(db_partial_ptr + program * FORM.N + tcolumns[k], tdb[k], mask=tmasks[k])
+
+
+@triton.jit
+def backward_c(x_row, dy_row, scale, rstd, c_row, FORM: tl.constexpr, TILE: tl.constexpr):
+    WIDTH: tl.constexpr = TILE.width
+    tproducts = tl.zeros((WIDTH,), tl.float32)
+    for strip in range(TILE.strips):
+        tcolumns, tmasks = column_tiles(strip, FORM.N, TILE)
+        tproducts += products(x_row, dy_row, scale, rstd, tcolumns[0], tmasks[0])
+
+    tl.store(c_row, tl.sum(tproducts) / FORM.N)
+
+
+@triton.jit(do_not_specialize=["M", "T", "H", *stride_names("x", "dy", "d_residual_out")], repr=kernel_name)
+def backward(
     x_ptr,
     dy_ptr,
     weight_ptr,
@@ -131,74 +232,55 @@ def backward_dx(
     x_row_stride,
     dy_row_stride,
     offset,
-    N: tl.constexpr,
+    db_partial_ptr,
+    d_residual_out_ptr,
+    d_residual_ptr,
+    alpha,
+    T,
+    H,
+    x_batch_stride,
+    x_token_stride,
+    dy_batch_stride,
+    dy_token_stride,
+    d_residual_out_batch_stride,
+    d_residual_out_token_stride,
+    d_residual_out_row_stride,
     ALIGN: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILES: tl.constexpr,
-    STRIPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    db_partial_ptr=None,
-    d_residual_out_ptr=None,
-    d_residual_ptr=None,
-    alpha=None,
-    T=None,
-    H=None,
-    x_batch_stride=None,
-    x_token_stride=None,
-    dy_batch_stride=None,
-    dy_token_stride=None,
-    d_residual_out_batch_stride=None,
-    d_residual_out_token_stride=None,
-    d_residual_out_row_stride=None,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
+    KERNEL: tl.constexpr,
 ):
-    """Grid: (P * STRIPS,). c_ptr None: whole rows, STRIPS is 1. Otherwise strips of one tile, TILES is 1. With PER_HEAD
-    (P * H * STRIPS,), of walks over the rows of one head."""
-    program = tl.program_id(0).to(tl.int64) // STRIPS
-    walk, head = split_program(program, H, PER_HEAD)
-    strip = tl.program_id(0) % STRIPS
-    x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
-    dy_strides = aligned(dy_batch_stride, dy_token_stride, dy_row_stride, ALIGN)
+    """Grid: (P * strips,), or (P * H * strips,) of walks over the rows of one head. backward_c has (M,)."""
+    if KERNEL == "backward_c":
+        row = tl.program_id(0).to(tl.int64)
+        rstd = tl.load(rstd_ptr + row)
+    else:
+        program = tl.program_id(0).to(tl.int64) // TILE.strips
+        walk, head = split_program(program, H, FORM)
+        strip = tl.program_id(0) % TILE.strips
+    x = x_ptr, aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
+    dy = dy_ptr, aligned(dy_batch_stride, dy_token_stride, dy_row_stride, ALIGN)
     d_residual_out_strides = aligned(
         d_residual_out_batch_stride, d_residual_out_token_stride, d_residual_out_row_stride, ALIGN
     )
-    tcolumns, tcolumn_masks = column_tiles(strip, N, WIDTH, TILES, STRIPS)
+    if KERNEL == "backward_c":
+        place = places_of(row, tl.num_programs(0), T, H)
+        x_row, dy_row = row_pointers(x, place, H), row_pointers(dy, place, H)
+        head = place[2]
+    else:
+        tcolumns, tcolumn_masks = column_tiles(strip, FORM.N, TILE)
     if weight_ptr is not None:
-        weight_ptr = vector_of_head(weight_ptr, head, N, PER_HEAD)
-    tscale = load_scales(weight_ptr, offset, tcolumns, tcolumn_masks)
-    tdw = (tl.zeros((ROWS, WIDTH), tl.float32),) * TILES
-    tdb = tdw
+        weight_ptr = vector_of_head(weight_ptr, head, FORM)
+    scale = weight_ptr, offset
 
-    steps = tl.cdiv(count_of_head(M.to(tl.int64), H, PER_HEAD), ROWS)
-    walks = count_of_head(tl.num_programs(0) // STRIPS, H, PER_HEAD)
-    for step in tl.range(walk, steps, walks, num_stages=STAGES):
-        rows = rows_of_head(step * ROWS + tl.arange(0, ROWS), head, H, PER_HEAD)
-        trstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
-        tmasks = tile_masks(rows, tcolumn_masks, M, ROWS)
-        places = places_of(rows[:, None], M, T, H)
-        x_rows = row_pointers(x_ptr, places, x_strides, H)
-        dy_rows = row_pointers(dy_ptr, places, dy_strides, H)
-        tx, tdy = load_x_and_dy(x_rows, dy_rows, tcolumns, tmasks)
-        if c_ptr is None:
-            tc = mean_of_products(tx, tdy, tscale, trstd, N)
+    if KERNEL == "backward_c":
+        backward_c(x_row, dy_row, scale, rstd, c_ptr + row, FORM, TILE)
+    else:
+        arrays = x, dy, (d_residual_out_ptr, d_residual_out_strides)
+        outputs = dx_ptr, d_residual_ptr, alpha
+        partials = dw_partial_ptr, db_partial_ptr
+        walker = program, walk, head, tcolumns, tcolumn_masks
+        if KERNEL == "backward_dx":
+            backward_dx(arrays, scale, rstd_ptr, c_ptr, outputs, partials, walker, (M, T, H), FORM, TILE)
         else:
-            tc = tl.load(c_ptr + rows, mask=rows < M, other=0.0)[:, None]
-        d_residual_out_rows = d_residual_out_ptr
-        if d_residual_out_ptr is not None:
-            d_residual_out_rows = row_pointers(d_residual_out_ptr, places, d_residual_out_strides, H)
-        for k in tl.static_range(TILES):
-            td = gradient(tx[k].to(tl.float32), tdy[k].to(tl.float32), tscale[k][None, :], trstd, tc)
-            columns = tcolumns[k][None, :]
-            store_d(
-                dx_ptr, d_residual_ptr, d_residual_out_rows, alpha, td, rows[:, None], N, columns, tmasks[k]
-            )
-        tdw = accumulate_dw(tdw, tx, tdy, trstd, x_ptr, ROUND_XHAT)
-        if db_partial_ptr is not None:
-            tdb = accumulate_db(tdb, tdy)
-
-    if dw_partial_ptr is not None:
-        store_sums(dw_partial_ptr + program * N, tdw, tcolumns, tcolumn_masks)
-    if db_partial_ptr is not None:
-        store_sums(db_partial_ptr + program * N, tdb, tcolumns, tcolumn_masks)
+            backward_dx_reread(arrays, scale, rstd_ptr, outputs, partials, walker, (M, T, H), FORM, TILE)

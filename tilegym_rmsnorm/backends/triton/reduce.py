@@ -30,10 +30,10 @@ def sum_partials(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    second_partial_ptr=None,
-    second_sum_ptr=None,
-    second_P=None,
-    SECOND_N: tl.constexpr = None,
+    second_partial_ptr,
+    second_sum_ptr,
+    second_P,
+    second_N: tl.constexpr,
 ):
     """Grid: (cdiv(N, WIDTH), 1), or 2 where there is a second sum, for the larger N: all columns, of H heads with
     PER_HEAD."""
@@ -43,4 +43,4 @@ def sum_partials(
         if tl.program_id(1) == 0:
             sum_columns(partial_ptr, sum_ptr, P, N, ROWS, WIDTH)
         else:
-            sum_columns(second_partial_ptr, second_sum_ptr, second_P, SECOND_N, ROWS, WIDTH)
+            sum_columns(second_partial_ptr, second_sum_ptr, second_P, second_N, ROWS, WIDTH)

@@ -14,19 +14,19 @@ offset (without a weight, weight + o is 1) and (i, j) a pair of the first R of D
 From element R on y is n, and dn is dy. casting="llama" rounds xhat to x's dtype in n and in dw, rounding="norm" n,
 rounding="each" n and the products of y. The backward computes rstd again.
 
-    rope_forward     y: a tile per program, those of q first
-    rope_backward    dx, and partial sums of dw: each program walks over tiles of q, or of k
+    rope_forward     `forward_tile`, y: a tile per program, those of q first
+    rope_backward    `backward_walk`, dx and partial sums of dw: each program walks over tiles of q, or of k
     sum_partials     (reduce.py) both dw: the partial rows summed in a fixed order and rounded once
 
 A program holds a tile of (TOKENS, HEADS) heads of q or k (x), of M = B * T tokens, as a tuple of tiles
 (TOKENS, HEADS, columns): the first elements of all pairs, the second ones, then the rest. In memory the elements of a
 pair are half of R apart, or neighbours: `split_pairs` and `join_pairs` convert. FORM and TILE are RopeForm and RopeTile
-(config.py).
+(config_rope.py).
 
-x and dy are (B, T, H, D) of any strides but the last (rows.py), which ALIGN divides. cos and sin are (table_rows, R) or
-(table_rows, R / 2), of row strides that TABLE_ALIGN divides. positions, weight and dw, (D,) or (H, D), y and dx of x's
-shape and dw_partial (walks, D) or (walks, H * D) are contiguous. Each has its own dtype. An array that is absent or not
-wanted is None.
+x and dy (dq_out, dk_out) are (B, T, H, D) of any strides but the last (rows.py), which ALIGN divides. cos and sin are
+(table_rows, R) or (table_rows, R / 2), of row strides that TABLE_ALIGN divides. positions, weight and dw, (D,) or
+(H, D), results (y or dx) of x's shape and dw_partial (walks, D) or (walks, H * D) are contiguous. Each has its own
+dtype. An array that is absent or not wanted is None.
 """
 
 import triton
@@ -34,8 +34,8 @@ import triton.language as tl
 
 from tilegym_rmsnorm.backends.triton.rows import (
     aligned,
-    as_multiplied,
     column_mask,
+    kernel_name,
     load_columns,
     load_scale,
     rounded,
@@ -94,7 +94,7 @@ def load_heads(head_ptrs, thead_mask, tcolumns, tmasks, FORM: tl.constexpr):
     """Load as float32. Elements outside read 0, and add 0 to sums."""
     tiles = ()
     for k in tl.static_range(len(tcolumns)):
-        tiles = tiles + (load_columns(head_ptrs, tcolumns[k], thead_mask & tmasks[k], ""),)
+        tiles = tiles + (load_columns(head_ptrs, tcolumns[k], thead_mask & tmasks[k]),)
     return split_pairs(tiles, FORM)
 
 
@@ -119,7 +119,7 @@ def load_scales(weight_ptr, offset, heads, H, tcolumns, tmasks, FORM: tl.constex
         columns, tmask = tcolumns[k], tmasks[k]
         if TILE.is_per_head:
             columns, tmask = head_columns(heads, H, columns, tmask, FORM)
-        tscale = tscale + (load_scale(weight_ptr, offset, columns, tmask, ""),)
+        tscale = tscale + (load_scale((weight_ptr, offset), columns, tmask),)
     return split_pairs(tscale, FORM)
 
 
@@ -167,14 +167,14 @@ def load_table(row_ptrs, tis_inside, tmask, tcolumns, tmasks, FORM: tl.constexpr
     if FORM.has_half_tables:
         columns = tl.arange(0, FORM.half)
         tcolumn_mask = column_mask(columns, FORM.half, FORM.R // 2)[None, None, :]
-        tfirst = load_columns(row_ptrs, columns[None, None, :], trow_mask & tcolumn_mask, "")
+        tfirst = load_columns(row_ptrs, columns[None, None, :], trow_mask & tcolumn_mask)
         tsecond = tfirst
     elif FORM.is_interleaved:
-        tpairs = load_columns(row_ptrs, tcolumns[0], trow_mask & tmasks[0], "")
+        tpairs = load_columns(row_ptrs, tcolumns[0], trow_mask & tmasks[0])
         tfirst, tsecond = split_pairs((tpairs,), FORM)
     else:
-        tfirst = load_columns(row_ptrs, tcolumns[0], trow_mask & tmasks[0], "")
-        tsecond = load_columns(row_ptrs, tcolumns[1], trow_mask & tmasks[1], "")
+        tfirst = load_columns(row_ptrs, tcolumns[0], trow_mask & tmasks[0])
+        tsecond = load_columns(row_ptrs, tcolumns[1], trow_mask & tmasks[1])
     return tl.where(tinside, tfirst, float("nan")), tl.where(tinside, tsecond, float("nan"))
 
 
@@ -224,28 +224,15 @@ def rotated_back(tdy, tcos, tsin):
 
 
 @triton.jit
-def forward_tile(
-    tile,
-    x_ptr,
-    weight_ptr,
-    y_ptr,
-    x_strides,
-    H,
-    tables,
-    positions_ptr,
-    M,
-    T,
-    eps,
-    offset,
-    FORM: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def forward_tile(tile, arrays, H, call, FORM: tl.constexpr, TILE: tl.constexpr):
     """y of a tile of q or k."""
+    x, _, weight_ptr, y_ptr, _ = arrays
+    tables, positions_ptr, M, T, eps, offset = call
     heads = heads_of_tile(tile, H, TILE)
     tokens, batches, steps = tokens_of_tile(tile, M, T, H, TILE)
     thead_mask = ((tokens < M) & (heads < H))[:, :, None]
     tcolumns, tmasks = memory_tiles(FORM)
-    x_heads = row_pointers(x_ptr, (batches, steps, heads), x_strides, H)[:, :, None]
+    x_heads = row_pointers(x, (batches, steps, heads), H)[:, :, None]
     tx = load_heads(x_heads, thead_mask, tcolumns, tmasks, FORM)
     tcos, tsin = load_tables(tables, positions_ptr, batches, steps, tokens < M, tcolumns, tmasks, FORM)
     tscale = load_scales(weight_ptr, offset, heads, H, tcolumns, tmasks, FORM, TILE)
@@ -254,63 +241,12 @@ def forward_tile(
 
     tn = ()
     for k in tl.static_range(len(txhat)):
-        tproduct = as_multiplied(txhat[k], x_ptr, None, FORM.rounds_xhat) * tscale[k]
-        tn = tn + (rounded(tproduct, x_ptr, FORM.rounds_n),)
-    ty = rotated(tn, tcos, tsin, x_ptr, FORM)
+        tproduct = rounded(txhat[k], x[0], FORM.rounds_xhat) * tscale[k]
+        tn = tn + (rounded(tproduct, x[0], FORM.rounds_n),)
+    ty = rotated(tn, tcos, tsin, x[0], FORM)
 
     y_heads = (y_ptr + (tokens * H + heads) * FORM.D)[:, :, None]
     store_heads(y_heads, ty, thead_mask, tcolumns, tmasks, FORM)
-
-
-COUNTS = ["M", "T", "q_H", "k_H", "cos_row_stride", "sin_row_stride", "table_batch_stride", "table_rows"]
-
-
-@triton.jit(do_not_specialize=[*COUNTS, *stride_names("q", "k")])
-def rope_forward(
-    q_ptr,
-    q_weight_ptr,
-    q_out_ptr,
-    k_ptr,
-    k_weight_ptr,
-    k_out_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    M,
-    T,
-    q_H,
-    k_H,
-    cos_row_stride,
-    sin_row_stride,
-    table_batch_stride,
-    table_rows,
-    eps,
-    offset,
-    q_batch_stride,
-    q_token_stride,
-    q_row_stride,
-    ALIGN: tl.constexpr,
-    TABLE_ALIGN: tl.constexpr,
-    FORM: tl.constexpr,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    k_batch_stride=None,
-    k_token_stride=None,
-    k_row_stride=None,
-):
-    """Grid: the tiles of q and k, each cdiv(M, TOKENS) * cdiv(H, HEADS)."""
-    tile, q_tiles = tl.program_id(0), count_tiles(M, q_H, Q)
-    _, cos_stride, sin_stride = aligned(0, cos_row_stride, sin_row_stride, TABLE_ALIGN)
-    tables = cos_ptr, sin_ptr, cos_stride, sin_stride, table_batch_stride, table_rows
-    # No name is bound in both branches: Triton would want one type, and weights and strides may have two.
-    if tile < q_tiles:
-        q_strides = aligned(q_batch_stride, q_token_stride, q_row_stride, ALIGN)
-        q_arrays = q_ptr, q_weight_ptr, q_out_ptr, q_strides
-        forward_tile(tile, *q_arrays, q_H, tables, positions_ptr, M, T, eps, offset, FORM, Q)
-    elif k_ptr is not None:
-        k_strides = aligned(k_batch_stride, k_token_stride, k_row_stride, ALIGN)
-        k_arrays = k_ptr, k_weight_ptr, k_out_ptr, k_strides
-        forward_tile(tile - q_tiles, *k_arrays, k_H, tables, positions_ptr, M, T, eps, offset, FORM, K)
 
 
 @triton.jit
@@ -322,7 +258,7 @@ def gradients_of_heads(tx, tdy, tcos, tsin, tscale, eps, thead_mask, x_ptr, FORM
     tproducts = ()
     for k in tl.static_range(len(tx)):
         tg = tg + (tdn[k] * tscale[k],)
-        tproducts = tproducts + (tdn[k] * as_multiplied(txhat[k], x_ptr, None, FORM.rounds_xhat),)
+        tproducts = tproducts + (tdn[k] * rounded(txhat[k], x_ptr, FORM.rounds_xhat),)
     tc = mean_of_products(txhat, tg, FORM)
     tdx = ()
     for k in tl.static_range(len(tx)):
@@ -363,27 +299,11 @@ def store_sums(partial_row_ptr, tsums, heads, H, tcolumns, tmasks, FORM: tl.cons
 
 @triton.jit
 def backward_walk(
-    program,
-    programs,
-    x_ptr,
-    dy_ptr,
-    weight_ptr,
-    dx_ptr,
-    dw_partial_ptr,
-    x_strides,
-    dy_strides,
-    H,
-    tables,
-    positions_ptr,
-    M,
-    T,
-    eps,
-    offset,
-    FORM: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
+    program, programs, arrays, H, call, FORM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
 ):
     """dx of a program's tiles of q or k, and its partial sums. With a per-head weight they all have the same heads."""
+    x, dy, weight_ptr, dx_ptr, dw_partial_ptr = arrays
+    tables, positions_ptr, M, T, eps, offset = call
     tcolumns, tmasks = memory_tiles(FORM)
     scaled_heads = heads_of_tile(program, H, TILE)
     tscale = load_scales(weight_ptr, offset, scaled_heads, H, tcolumns, tmasks, FORM, TILE)
@@ -393,12 +313,12 @@ def backward_walk(
         heads = heads_of_tile(tile, H, TILE)
         tokens, batches, steps = tokens_of_tile(tile, M, T, H, TILE)
         thead_mask = ((tokens < M) & (heads < H))[:, :, None]
-        x_heads = row_pointers(x_ptr, (batches, steps, heads), x_strides, H)[:, :, None]
-        dy_heads = row_pointers(dy_ptr, (batches, steps, heads), dy_strides, H)[:, :, None]
+        x_heads = row_pointers(x, (batches, steps, heads), H)[:, :, None]
+        dy_heads = row_pointers(dy, (batches, steps, heads), H)[:, :, None]
         tx = load_heads(x_heads, thead_mask, tcolumns, tmasks, FORM)
         tdy = load_heads(dy_heads, thead_mask, tcolumns, tmasks, FORM)
         tcos, tsin = load_tables(tables, positions_ptr, batches, steps, tokens < M, tcolumns, tmasks, FORM)
-        tdx, tproducts = gradients_of_heads(tx, tdy, tcos, tsin, tscale, eps, thead_mask, x_ptr, FORM)
+        tdx, tproducts = gradients_of_heads(tx, tdy, tcos, tsin, tscale, eps, thead_mask, x[0], FORM)
         dx_heads = (dx_ptr + (tokens * H + heads) * FORM.D)[:, :, None]
         store_heads(dx_heads, tdx, thead_mask, tcolumns, tmasks, FORM)
         tdw_before, tdw = tdw, ()
@@ -413,17 +333,22 @@ def backward_walk(
         store_sums(dw_partial_ptr + walk * FORM.D, tdw, scaled_heads, H, tcolumns, tmasks, FORM, TILE)
 
 
-@triton.jit(do_not_specialize=[*COUNTS, "q_programs", *stride_names("q", "dq_out", "k", "dk_out")])
-def rope_backward(
+COUNTS = ["M", "T", "q_H", "k_H", "q_programs", "table_batch_stride", "table_rows"]
+
+
+@triton.jit(
+    do_not_specialize=[*COUNTS, *stride_names("q", "dq_out", "k", "dk_out", "cos", "sin")], repr=kernel_name
+)
+def rope(
     q_ptr,
     dq_out_ptr,
     q_weight_ptr,
-    dq_ptr,
+    q_result_ptr,
     dq_weight_partial_ptr,
     k_ptr,
     dk_out_ptr,
     k_weight_ptr,
-    dk_ptr,
+    k_result_ptr,
     dk_weight_partial_ptr,
     cos_ptr,
     sin_ptr,
@@ -445,33 +370,43 @@ def rope_backward(
     dq_out_batch_stride,
     dq_out_token_stride,
     dq_out_row_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_row_stride,
+    dk_out_batch_stride,
+    dk_out_token_stride,
+    dk_out_row_stride,
     ALIGN: tl.constexpr,
     TABLE_ALIGN: tl.constexpr,
     FORM: tl.constexpr,
     Q: tl.constexpr,
     K: tl.constexpr,
     STAGES: tl.constexpr,
-    k_batch_stride=None,
-    k_token_stride=None,
-    k_row_stride=None,
-    dk_out_batch_stride=None,
-    dk_out_token_stride=None,
-    dk_out_row_stride=None,
+    KERNEL: tl.constexpr,
 ):
-    """Grid: the programs of q and those of k. Where a weight is per-head, its walks by cdiv(H, HEADS)."""
+    """Grid of a forward: the tiles of q and k, each cdiv(M, TOKENS) * cdiv(H, HEADS). Grid of a backward: the programs
+    of q and those of k. Where a weight is per-head, its walks by cdiv(H, HEADS)."""
     program = tl.program_id(0)
+    if KERNEL == "rope_forward":
+        q_programs = count_tiles(M, q_H, Q)
     _, cos_stride, sin_stride = aligned(0, cos_row_stride, sin_row_stride, TABLE_ALIGN)
     tables = cos_ptr, sin_ptr, cos_stride, sin_stride, table_batch_stride, table_rows
-    others = tables, positions_ptr, M, T, eps, offset
-    # As in `rope_forward`, no name is bound in both branches.
+    call = tables, positions_ptr, M, T, eps, offset
+    # No name is bound in both branches: Triton would want one type, and weights and strides may have two.
     if program < q_programs:
-        q_strides = aligned(q_batch_stride, q_token_stride, q_row_stride, ALIGN)
-        dq_out_strides = aligned(dq_out_batch_stride, dq_out_token_stride, dq_out_row_stride, ALIGN)
-        q_arrays = q_ptr, dq_out_ptr, q_weight_ptr, dq_ptr, dq_weight_partial_ptr, q_strides, dq_out_strides
-        backward_walk(program, q_programs, *q_arrays, q_H, *others, FORM, Q, STAGES)
+        q = q_ptr, aligned(q_batch_stride, q_token_stride, q_row_stride, ALIGN)
+        dq_out = dq_out_ptr, aligned(dq_out_batch_stride, dq_out_token_stride, dq_out_row_stride, ALIGN)
+        q_arrays = q, dq_out, q_weight_ptr, q_result_ptr, dq_weight_partial_ptr
+        if KERNEL == "rope_forward":
+            forward_tile(program, q_arrays, q_H, call, FORM, Q)
+        else:
+            backward_walk(program, q_programs, q_arrays, q_H, call, FORM, Q, STAGES)
     elif k_ptr is not None:
-        k_strides = aligned(k_batch_stride, k_token_stride, k_row_stride, ALIGN)
-        dk_out_strides = aligned(dk_out_batch_stride, dk_out_token_stride, dk_out_row_stride, ALIGN)
-        k_arrays = k_ptr, dk_out_ptr, k_weight_ptr, dk_ptr, dk_weight_partial_ptr, k_strides, dk_out_strides
-        k_programs = tl.num_programs(0) - q_programs
-        backward_walk(program - q_programs, k_programs, *k_arrays, k_H, *others, FORM, K, STAGES)
+        k = k_ptr, aligned(k_batch_stride, k_token_stride, k_row_stride, ALIGN)
+        dk_out = dk_out_ptr, aligned(dk_out_batch_stride, dk_out_token_stride, dk_out_row_stride, ALIGN)
+        k_arrays = k, dk_out, k_weight_ptr, k_result_ptr, dk_weight_partial_ptr
+        if KERNEL == "rope_forward":
+            forward_tile(program - q_programs, k_arrays, k_H, call, FORM, K)
+        else:
+            k_programs = tl.num_programs(0) - q_programs
+            backward_walk(program - q_programs, k_programs, k_arrays, k_H, call, FORM, K, STAGES)

@@ -3,17 +3,18 @@
 
 """Helpers of all Triton kernels: where rows lie, and how they become tiles and back.
 
-Whole rows are held as TILES tiles of (ROWS, WIDTH) elements, masked only where they pass row M or column N. Row indices
-are int64, since M * N may exceed 2^31; N is below 2^31.
+Whole rows are held as tiles of (rows, width) elements, masked only where they pass row M or column N. Row indices are
+int64, since M * N may exceed 2^31; N is below 2^31. FORM and TILE are Form and Tile (config.py).
 
 Rows are numbered in the order of a contiguous array. Those of an array (M, N) are evenly spaced, a row stride apart.
 Those of (B, T, H, N), where H is not None, have a stride for each dimension, of which the row stride is the last: row
 (b * T + t) * H + h lies at (b, t, h). A place is this triple, or three times the row's number where H is None.
 
-An absent array is None, and kernels ask for it themselves: Triton 3.6 compiles no function that returns None, 3.3 no
+An absent array is None, and kernels ask for it themselves: Triton 3.6 compiles no function that returns None, or a
 tuple that holds it.
 
-PER_HEAD: weight and bias are (H, N). Then a program keeps to the rows of one head, and its weight is a vector again.
+FORM.is_per_head: weight and bias are (H, N). Then a program keeps to the rows of one head, and its weight is a vector
+again.
 """
 
 import triton
@@ -25,6 +26,11 @@ DIMENSIONS = ("batch", "token", "row")  # of (B, T, H, N), which a row counts th
 def stride_names(*arrays: str) -> list[str]:
     """The arguments of a kernel that say where the rows of these arrays lie."""
     return [f"{array}_{dimension}_stride" for array in arrays for dimension in DIMENSIONS]
+
+
+def kernel_name(specialization) -> str:
+    """Name what is compiled as KERNEL says, which picks one of several functions."""
+    return specialization.constants["KERNEL"]
 
 
 @triton.jit
@@ -41,37 +47,37 @@ def aligned(batch_stride, token_stride, row_stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def split_program(program, H, PER_HEAD: tl.constexpr):
+def split_program(program, H, FORM: tl.constexpr):
     """The program's number among those of its head, and its head. Neighbours take the heads of the same tokens."""
-    if PER_HEAD:
+    if FORM.is_per_head:
         return program // H, program % H
     else:
         return program, 0
 
 
 @triton.jit
-def count_of_head(count, H, PER_HEAD: tl.constexpr):
+def count_of_head(count, H, FORM: tl.constexpr):
     """Count the rows or programs of one head."""
-    if PER_HEAD:
+    if FORM.is_per_head:
         return count // H
     else:
         return count
 
 
 @triton.jit
-def rows_of_head(numbers, head, H, PER_HEAD: tl.constexpr):
+def rows_of_head(numbers, head, H, FORM: tl.constexpr):
     """The rows that have these numbers among those of a head."""
-    if PER_HEAD:
+    if FORM.is_per_head:
         return numbers * H + head
     else:
         return numbers
 
 
 @triton.jit
-def vector_of_head(ptr, head, N: tl.constexpr, PER_HEAD: tl.constexpr):
+def vector_of_head(ptr, head, FORM: tl.constexpr):
     """Point to the head's weight or bias."""
-    if PER_HEAD:
-        return ptr + head * N
+    if FORM.is_per_head:
+        return ptr + head * FORM.N
     else:
         return ptr
 
@@ -90,8 +96,9 @@ def places_of(rows, M, T, H):
 
 
 @triton.jit
-def row_pointers(ptr, places, strides, H):
-    """Point to the rows at these places."""
+def row_pointers(array, places, H):
+    """Point to the rows of an array, its pointer and strides, at these places."""
+    ptr, strides = array
     if H is None:
         return ptr + places[2] * strides[2]
     else:
@@ -109,42 +116,39 @@ def column_mask(columns, END: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def column_tiles(strip, N: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, STRIPS: tl.constexpr):
-    """The columns of TILES tiles side by side, from column strip * WIDTH on, and which of these columns exist."""
+def column_tiles(strip, N: tl.constexpr, TILE: tl.constexpr):
+    """The columns of tiles side by side, from column strip * width on, and which of these columns exist."""
+    TILES: tl.constexpr = TILE.tiles
     tcolumns = ()
     tmasks = ()
     for k in tl.static_range(TILES):
-        tcolumns = tcolumns + (strip * WIDTH + k * WIDTH + tl.arange(0, WIDTH),)
+        tcolumns = tcolumns + (strip * TILE.width + k * TILE.width + tl.arange(0, TILE.width),)
         # As if this were the last strip: which one it is, the compiler does not know.
-        tmasks = tmasks + (column_mask(tcolumns[k], (STRIPS + k) * WIDTH, N),)
+        tmasks = tmasks + (column_mask(tcolumns[k], (TILE.strips + k) * TILE.width, N),)
     return tcolumns, tmasks
 
 
 @triton.jit
-def tile_mask(rows, tcolumn_mask, M, ROWS: tl.constexpr):
-    # A tile of one row is only visited if that row exists.
-    if ROWS == 1:
-        return tcolumn_mask[None, :]
-    else:
-        return (rows < M)[:, None] & tcolumn_mask[None, :]
-
-
-@triton.jit
-def tile_masks(rows, tcolumn_masks, M, ROWS: tl.constexpr):
+def tile_masks(rows, tcolumn_masks, M, TILE: tl.constexpr):
     tmasks = ()
     for k in tl.static_range(len(tcolumn_masks)):
-        tmasks = tmasks + (tile_mask(rows, tcolumn_masks[k], M, ROWS),)
+        # A tile of one row is only visited if that row exists.
+        if TILE.rows == 1:
+            tmasks = tmasks + (tcolumn_masks[k][None, :],)
+        else:
+            tmasks = tmasks + ((rows < M)[:, None] & tcolumn_masks[k][None, :],)
     return tmasks
 
 
 @triton.jit
-def load_columns(row_ptr, columns, tmask, EVICTION: tl.constexpr):
+def load_columns(row_ptr, columns, tmask, EVICTION: tl.constexpr = None):
     return tl.load(row_ptr + columns, mask=tmask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
 
 
 @triton.jit
-def load_scale(weight_ptr, offset, columns, tmask, EVICTION: tl.constexpr):
+def load_scale(scale, columns, tmask, EVICTION: tl.constexpr = None):
     """weight + offset in float32, 1 without a weight."""
+    weight_ptr, offset = scale
     if weight_ptr is None:
         return tl.full(columns.shape, 1.0, tl.float32)
     else:
@@ -158,12 +162,3 @@ def rounded(tile, ptr, ROUNDS: tl.constexpr):
         return tile.to(ptr.dtype.element_ty).to(tl.float32)
     else:
         return tile
-
-
-@triton.jit
-def as_multiplied(txhat, x_ptr, residual_out_ptr, ROUND_XHAT: tl.constexpr):
-    """xhat as it meets the weight in y, and dy in dw: of the dtype of what was normalized."""
-    if residual_out_ptr is None:
-        return rounded(txhat, x_ptr, ROUND_XHAT)
-    else:
-        return rounded(txhat, residual_out_ptr, ROUND_XHAT)

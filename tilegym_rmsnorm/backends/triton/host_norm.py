@@ -1,0 +1,105 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Describe launches of `rms_norm` in Triton to the host (host.py): arrays, constants, grids."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.backends.triton import backward, forward, host
+from tilegym_rmsnorm.backends.triton.config import (
+    BackwardConfig,
+    Form,
+    ForwardConfig,
+    backward_config,
+    forward_config,
+)
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+
+_form = functools.lru_cache(Form)
+_forward_config = functools.lru_cache(forward_config)
+
+
+def run_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
+    settings.sms_left(host.sm_count(tensors[0].device))  # refuses what the backward cannot do
+    return launch_forward(_forward_config(spec.n), spec, tensors)
+
+
+def run_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
+    x, _, weight, *_ = tensors
+    heads, sms = _heads(weight), host.sm_count(x.device)
+    config = backward_config(_count(x) // heads, spec.n, sms, heads, settings.sms_left(sms))
+    return launch_backward(config, spec, tensors, wanted)
+
+
+def launch_forward(config: ForwardConfig, spec: Spec, tensors: ForwardTensors) -> Outputs:
+    """A forward (spec.py of the op) by these tiles."""
+    x, weight, bias, residual = tensors
+    M, heads, residual_out = _count(x), _heads(weight), None
+    y, rstd = host.empty(x, x.shape, spec.y_dtype or x.dtype), host.empty(x, (M,), torch.float32)
+    arguments = _arguments(config, spec, weight, x=x, residual=residual)
+    arguments |= {"y_ptr": y, "rstd_ptr": rstd, "bias_ptr": bias, "eps": spec.eps}
+    if config.kernel == "forward_rows":
+        arguments["M"] = M
+    if residual is not None:
+        residual_out = host.empty(x, x.shape, spec.residual_dtype)
+        arguments |= {"residual_out_ptr": residual_out, "alpha": spec.alpha}
+    grid = (triton.cdiv(M // heads, config.tile.rows) * heads,)
+    host.run(x.device, (forward.forward, grid, arguments, host.options(config.num_warps)))
+    return y, rstd, residual_out
+
+
+def launch_backward(
+    config: BackwardConfig, spec: Spec, tensors: BackwardTensors, wanted: Wanted
+) -> Gradients:
+    """A backward (spec.py of the op) by these tiles. The config of per-head weights is that of a head."""
+    x, dy, weight, rstd, d_residual_out = tensors
+    vector = (spec.n,) if weight is None else tuple(weight.shape)
+    dx, d_residual = host.empty(x, x.shape, wanted.dx), host.empty(x, x.shape, wanted.d_residual)
+    dw, db = host.empty(x, vector, None if weight is None else wanted.dw), host.empty(x, vector, wanted.db)
+    dw_partial, db_partial = host.empty_partials(dw, config.walks), host.empty_partials(db, config.walks)
+    arguments = _arguments(config, spec, weight, x=x, dy=dy)
+    arguments["rstd_ptr"], options = rstd, host.options(config.num_warps)
+    launches = []
+    if config.c_tile is not None:
+        arguments["c_ptr"] = torch.empty_like(rstd)
+        if dx is not None or d_residual is not None:  # else nobody reads c
+            of_c = arguments | {"KERNEL": "backward_c", "TILE": config.c_tile}
+            launches.append((backward.backward, (_count(x),), of_c, options))
+    added, align = host.rows(d_residual_out=d_residual_out)
+    arguments |= added | {"ALIGN": min(arguments["ALIGN"], align), "M": _count(x)}
+    arguments |= {"dx_ptr": dx, "d_residual_ptr": d_residual, "dw_partial_ptr": dw_partial}
+    arguments |= {"db_partial_ptr": db_partial, "alpha": None if spec.alpha == 1 else spec.alpha}
+    grid = (config.walks * _heads(weight) * config.tile.strips,)
+    launches.append((backward.backward, grid, arguments, options))
+    host.run(x.device, *launches, *host.sums(config.dw_width, (dw_partial, dw), (db_partial, db)))
+    return dx, d_residual, dw, db
+
+
+def _arguments(
+    config: ForwardConfig | BackwardConfig, spec: Spec, weight: Tensor | None, **arrays: Tensor | None
+) -> dict[str, Any]:
+    """Return the kernel arguments that forward and backward share."""
+    arguments, align = host.rows(**arrays)
+    form = _form(spec.n, spec.casting == "llama", host.is_per_head(weight))
+    arguments |= {"KERNEL": config.kernel, "TILE": config.tile, "FORM": form, "ALIGN": align}
+    arguments |= {"weight_ptr": weight, "offset": spec.offset}
+    shape = arguments["x_ptr"].shape
+    return arguments if len(shape) == 2 else arguments | {"T": shape[1], "H": shape[2]}
+
+
+def _count(rows: Tensor) -> int:
+    return math.prod(rows.shape[:-1])
+
+
+def _heads(weight: Tensor | None) -> int:
+    """Count heads with a weight of their own."""
+    return 1 if weight is None or weight.ndim == 1 else weight.shape[0]
