@@ -6,7 +6,9 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import rope_cases
 import torch
+import variants
 from helpers import (
     BF16,
     DEVICE,
@@ -18,6 +20,8 @@ from helpers import (
     make_inputs,
     why_skip,
 )
+from rope_cases import RopeCase
+from variants import Variant
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.triton.config import BackwardConfig, ForwardConfig, Tile
@@ -109,6 +113,33 @@ def test_a_margin_of_all_sms_is_refused_before_any_launch(monkeypatch):
         ):
             with pytest.raises(ValueError, match="sm_margin: expected 0 to 1 for a GPU of 2 SMs, got 2"):
                 run()
+
+
+@needs_kernels
+def test_arguments_are_named_as_parameters(monkeypatch):
+    """Launches look arguments up by these names: another would reach no kernel."""
+    from tilegym_rmsnorm.backends.triton import host, launch
+
+    names, run = set(), host.run
+
+    def checked(device, *launches):
+        for kernel, _, arguments, _ in launches:
+            names.update(arguments)
+            assert not arguments.keys() - set(kernel.arg_names)
+        run(device, *launches)
+
+    monkeypatch.setattr(host, "run", checked)
+    variant = Variant(BF16, (1, 2, 3, 20000), weight="heads", bias_dtype=FP32, residual_dtype=FP32, alpha=0.5)
+    inputs = variants.make(variant)
+    x, weight, bias, residual, dy, d_residual_out = inputs
+    spec = variants.spec_of(variant)
+    _, rstd, residual_out = launch.rms_norm_forward(spec, (x, weight, bias, residual))
+    tensors = residual_out, dy, weight, rstd, d_residual_out
+    launch.rms_norm_backward(spec, tensors, variants.wanted_of(variant))
+    call = rope_cases.make(RopeCase(positions="each"), DEVICE)
+    launch.qk_norm_rope_forward(call.spec, call.tensors)
+    launch.qk_norm_rope_backward(call.spec, call.backward_tensors, call.wanted)
+    assert {"c_ptr", "d_residual_out_row_stride", "second_P", "positions_ptr"} <= names
 
 
 @needs_kernels
