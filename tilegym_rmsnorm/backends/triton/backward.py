@@ -250,7 +250,8 @@ def backward(
     TILE: tl.constexpr,
     KERNEL: tl.constexpr,
 ):
-    """Grid: (P * strips,), or (P * H * strips,) of walks over the rows of one head. backward_c has (M,)."""
+    """Find the strides of arrays and the walk of this program, and run KERNEL. Grid: (P * strips,), or
+    (P * H * strips,) of walks over the rows of one head; (M,) of backward_c."""
     if KERNEL == "backward_c":
         row = tl.program_id(0).to(tl.int64)
         rstd = tl.load(rstd_ptr + row)

@@ -139,7 +139,8 @@ def forward(
     TILE: tl.constexpr,
     KERNEL: tl.constexpr,
 ):
-    """Grid: (cdiv(M, rows),); with FORM.is_per_head (cdiv(M / H, rows) * H,)."""
+    """Find the rows of this program, and run KERNEL on them. Grid: (cdiv(M, rows),); with FORM.is_per_head
+    (cdiv(M / H, rows) * H,)."""
     if KERNEL == "forward_rows":
         number, head = split_program(tl.program_id(0), H, FORM)
         rows = rows_of_head(number.to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows), head, H, FORM)

@@ -26,7 +26,7 @@ INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with sever
 # Parameters of `sum_partials`, of the first sum and the second
 SUMS = (
     ("partial_ptr", "sum_ptr", "P", "N"),
-    ("second_partial_ptr", "second_sum_ptr", "second_P", "second_N"),
+    ("second_partial_ptr", "second_sum_ptr", "second_P", "SECOND_N"),
 )
 # A kernel, its grid, arguments by the names of its parameters (None where absent), and Triton's compile options
 Launch = tuple[Any, tuple[int, ...], dict[str, Any], dict[str, Any]]

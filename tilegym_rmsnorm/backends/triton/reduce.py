@@ -33,14 +33,14 @@ def sum_partials(
     second_partial_ptr,
     second_sum_ptr,
     second_P,
-    second_N: tl.constexpr,
+    SECOND_N: tl.constexpr,
 ):
-    """Grid: (cdiv(N, WIDTH), 1), or 2 where there is a second sum, for the larger N: all columns, of H heads with
-    PER_HEAD."""
+    """Grid: (cdiv(N, WIDTH), 1), or 2 where there is a second sum, for the larger N: all columns, of all
+    heads where each has its own weight."""
     if second_sum_ptr is None:
         sum_columns(partial_ptr, sum_ptr, P, N, ROWS, WIDTH)
     else:
         if tl.program_id(1) == 0:
             sum_columns(partial_ptr, sum_ptr, P, N, ROWS, WIDTH)
         else:
-            sum_columns(second_partial_ptr, second_sum_ptr, second_P, second_N, ROWS, WIDTH)
+            sum_columns(second_partial_ptr, second_sum_ptr, second_P, SECOND_N, ROWS, WIDTH)
