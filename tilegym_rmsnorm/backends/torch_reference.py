@@ -15,9 +15,8 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.registry import register_impl
 from tilegym_rmsnorm.ops.norm.reference import forward_torch, gradients_torch
-from tilegym_rmsnorm.ops.norm.spec import NORM_BACKWARD, NORM_FORWARD, ForwardTensors, Outputs, Spec
+from tilegym_rmsnorm.ops.norm.spec import ForwardTensors, Outputs, Spec
 from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
-from tilegym_rmsnorm.ops.rope.spec import ROPE_BACKWARD, ROPE_FORWARD
 
 IMPLEMENTATION = __name__
 
@@ -47,7 +46,7 @@ def _registered(op: Any, formula: Callable[..., Any]) -> Any:
     return register_impl(op, "torch")(run)
 
 
-rms_norm_forward = _registered(NORM_FORWARD, _norm_forward)
-rms_norm_backward = _registered(NORM_BACKWARD, gradients_torch)
-qk_norm_rope_forward = _registered(ROPE_FORWARD, rope_forward_torch)
-qk_norm_rope_backward = _registered(ROPE_BACKWARD, rope_gradients_torch)
+rms_norm_forward = _registered("rms_norm_forward", _norm_forward)
+rms_norm_backward = _registered("rms_norm_backward", gradients_torch)
+qk_norm_rope_forward = _registered("qk_norm_rope_forward", rope_forward_torch)
+qk_norm_rope_backward = _registered("qk_norm_rope_backward", rope_gradients_torch)

@@ -134,4 +134,4 @@ class BackwardFunction(Protocol):
     def __call__(self, spec: Spec, tensors: BackwardTensors, wanted: Wanted, /) -> Gradients: ...
 
 
-NORM_OPS = NORM_FORWARD, NORM_BACKWARD = "rms_norm_forward", "rms_norm_backward"
+NORM_OPS = "rms_norm_forward", "rms_norm_backward"

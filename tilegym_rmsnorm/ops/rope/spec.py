@@ -76,4 +76,4 @@ def wanted_of(bits: int, q_weight: Tensor | None, k_weight: Tensor | None) -> Ro
     return RopeWanted(of_q, k_weight.dtype if k_weight is not None and bits & OF_K else None)
 
 
-ROPE_OPS = ROPE_FORWARD, ROPE_BACKWARD = "qk_norm_rope_forward", "qk_norm_rope_backward"
+ROPE_OPS = "qk_norm_rope_forward", "qk_norm_rope_backward"
