@@ -9,8 +9,8 @@ whatever x's dtype. The measure is 16 elements per thread. It leaves the backwar
 weight and dw sums), so that 16 warps fit an SM, and gives each thread 32 bytes of a bfloat16 array to load at once.
 Only rows that vector loads cannot take (N not a multiple of 8) need up to 200, and then half as many warps fit.
 
-Registers and spills here and in each op's config are ptxas's, for sm_90 and from Triton 3.6 and 3.9 where nothing else is
-said. BACKWARD_REGISTERS there was timed, no other of these choices.
+Registers and spills here and in each op's config are ptxas's, for sm_90 and from Triton 3.6 and 3.9 where nothing else
+is said. Of these choices BACKWARD_REGISTERS alone was timed.
 """
 
 from __future__ import annotations
