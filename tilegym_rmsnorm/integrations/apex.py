@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tilegym_rmsnorm import functional
 from tilegym_rmsnorm.call.options import checked_eps, refuse_torch_jit_script
+from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.validation import check_tensor, checked_sizes_of_weight
 
 
@@ -83,11 +84,7 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 def _rms_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    normalized_shape: int | Sequence[int],
-    eps: float,
-    out_dtype: torch.dtype | None,
+    input: Tensor, weight: Tensor | None, normalized_shape: Any, eps: float, out_dtype: torch.dtype | None
 ) -> Tensor:
     """Compute y as Apex does. out_dtype: y's dtype; None: input's."""
     check_tensor("input", input)
@@ -98,9 +95,8 @@ def _rms_norm(
         with torch.autocast("cuda", enabled=False):
             return _rms_norm(input, weight, normalized_shape, eps, out_dtype)
     # Apex rounds `x * rstd` to y's dtype. Casting "llama" rounds to x's: where these differ, no casting does it.
-    casting = "llama" if out_dtype in (None, input.dtype) else "once"
-    options: dict[str, Any] = {"casting": casting, "out_dtype": out_dtype}
-    return functional.rms_norm(input, normalized_shape, weight, eps, **options)
+    casting: Casting = "llama" if out_dtype in (None, input.dtype) else "once"
+    return functional.rms_norm(input, normalized_shape, weight, eps, casting=casting, out_dtype=out_dtype)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -375,18 +375,13 @@ def _implementation(
 
 
 def _backward_by_operations(
-    dy: Tensor,
-    x: Tensor,
-    normalized_shape: list[int],
-    rstd: Tensor,
-    weight: Tensor | None,
-    output_mask: list[bool],
+    dy: Tensor, x: Tensor, normalized_shape: list[int], rstd: Tensor, weight: Any, output_mask: list[bool]
 ) -> Any:
-    needs_dx, needs_dw = output_mask
+    needs_dx, needs_dw = output_mask[0], output_mask[1] and weight is not None
     if x.numel() == 0:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
-        return dx, (torch.zeros_like(weight) if needs_dw and weight is not None else None)
+        return dx, torch.zeros_like(weight) if needs_dw else None
     spec, dims = Spec(math.prod(normalized_shape), 0.0, 0.0, "once"), len(normalized_shape)
-    wanted = Wanted(x.dtype, dw=weight.dtype if needs_dw and weight is not None else None)
+    wanted = Wanted(x.dtype, dw=weight.dtype if needs_dw else None)
     dx, _, dw, _ = reference.gradients_torch((x, dy, weight, rstd, None), spec, wanted, dims)
     return (dx if needs_dx else None), dw

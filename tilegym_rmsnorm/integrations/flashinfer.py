@@ -9,6 +9,8 @@ rounded. `enable_pdl` has no effect.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -117,15 +119,9 @@ def _fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: flo
     _check_can_be_written("input", input)
     _check_can_be_written("residual", residual)
     _check_apart("residual", residual, "input", input)
+    dtypes: dict[str, Any] = {"residual_dtype": joint_dtype(input, residual), "out_dtype": input.dtype}
     y, total = functional.rms_norm(
-        input,
-        input.shape[-1:],
-        weight,
-        eps,
-        offset=offset,
-        residual=residual,
-        residual_dtype=joint_dtype(input, residual),
-        out_dtype=input.dtype,
+        input, input.shape[-1:], weight, eps, offset=offset, residual=residual, **dtypes
     )
     input.copy_(y)
     residual.copy_(total)

@@ -137,18 +137,12 @@ def rmsnorm_bwd(
 
 
 def _options(
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    residual: Any,
-    out_dtype: Any,
-    residual_dtype: Any,
-    weight_offset: float,
+    x: Tensor, weight: Any, bias: Any, residual: Any, out_dtype: Any, residual_dtype: Any, offset: float
 ) -> dict[str, Any]:
     """Check what functional.py knows by other names, and name the options of a forward as it does."""
     check_tensor("x", x)
-    _check_offset(weight, weight_offset)
-    options = {"bias": bias, "offset": weight_offset, "out_dtype": out_dtype}
+    _check_offset(weight, offset)
+    options = {"bias": bias, "offset": offset, "out_dtype": out_dtype}
     if residual is None:
         checked_dtype("residual_dtype", residual_dtype)
         return options
