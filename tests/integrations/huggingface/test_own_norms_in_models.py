@@ -12,7 +12,7 @@ from hf_models import ARCHITECTURES, TOKENS, results
 from torch import nn
 
 from tilegym_rmsnorm import RMSNorm, patch_model, unpatch_model
-from tilegym_rmsnorm.integrations.huggingface import norms
+from tilegym_rmsnorm.integrations.huggingface import classes, norms
 
 N = 32
 
@@ -147,7 +147,7 @@ def test_norms_that_are_computed_alike_have_one_patch():
     assert norms.norm_patch(nn.RMSNorm(N)) is None and norms.norm_patch(torch.relu) is None
     patched = nn.RMSNorm(N)
     patch_model(patched)
-    assert norms.norm_patch(patched) is norms.patch_of(type(patched))
+    assert norms.norm_patch(patched) is classes.patch_of(type(patched))
 
 
 def test_compiled_without_a_graph_break(residuals):

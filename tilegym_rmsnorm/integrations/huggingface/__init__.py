@@ -4,7 +4,7 @@
 """Patch the RMSNorms of Hugging Face's models, and of similar code. A norm is known by the arithmetic of its forward.
 
     source, expressions, arithmetic, rotary     read what a function computes
-    norms, strides, rewriting                   make classes of norms that call a kernel
+    classes, norms, strides, rewriting          make classes of norms that call a kernel
     layers, attention, folding                  make classes of layers and attention, whose norms do more in one call
     unchanging, receivers, inplace              find code beside a norm that forbids it
     patch, report, mapping                      give these classes to modules, here or for the library `kernels`
@@ -14,9 +14,10 @@ None of these modules imports transformers.
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match
 from tilegym_rmsnorm.integrations.huggingface.attention import AttentionPatch
+from tilegym_rmsnorm.integrations.huggingface.classes import loaded_class
 from tilegym_rmsnorm.integrations.huggingface.layers import LayerPatch
 from tilegym_rmsnorm.integrations.huggingface.mapping import kernel_mapping
-from tilegym_rmsnorm.integrations.huggingface.norms import NormPatch, loaded_class
+from tilegym_rmsnorm.integrations.huggingface.norms import NormPatch
 from tilegym_rmsnorm.integrations.huggingface.report import PatchReport
 
 __all__ = [

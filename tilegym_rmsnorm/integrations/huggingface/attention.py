@@ -25,18 +25,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from tilegym_rmsnorm.integrations.huggingface import rewriting
+from tilegym_rmsnorm.integrations.huggingface.classes import PatchedType, subclass
 from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
 from tilegym_rmsnorm.integrations.huggingface.folding import folded
-from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, subclass
 from tilegym_rmsnorm.integrations.huggingface.receivers import Receivers, receivers, uses
-from tilegym_rmsnorm.integrations.huggingface.rewriting import (
-    assigned,
-    child_and_argument,
-    compiled_again,
-    forward_and_tree,
-    names_read_by,
-    replacing,
-)
 from tilegym_rmsnorm.integrations.huggingface.rotary import Rotary, read_rotary
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.integrations.huggingface.unchanging import Unchanging
@@ -58,7 +51,7 @@ class AttentionPatch:
         found = _found(base)
         norms = [(norm.name, norm.is_turned) for norm in found.norms]
         helpers = {_FOLDED: folded(norms, found.rotary, found.receivers)}
-        function = compiled_again(base, _rewritten(found), helpers)
+        function = rewriting.compiled_again(base, _rewritten(found), helpers)
         return subclass(base, self, {"forward": function})
 
 
@@ -94,7 +87,7 @@ class _Found(NamedTuple):
 
 
 def _found(cls: type) -> _Found:
-    function, tree = forward_and_tree(cls)
+    function, tree = rewriting.forward_and_tree(cls)
     for index, statement in enumerate(tree.body):
         branch = statement if isinstance(statement, ast.If) else None
         for place, rotation in enumerate([statement] if branch is None else branch.body):
@@ -173,10 +166,10 @@ def _norm_of(name: str, before: list[tuple[Any, list[ast.stmt]]]) -> _Norm:
         if is_if and not uses([name], node.test):
             block = node.body
             node = block[uses([name], block[1])]
-        target, value = assigned(node)
+        target, value = rewriting.assigned(node)
         while (inner := _transposed(value)) is not None:
             value, is_turned = inner, not is_turned
-        norm, _ = child_and_argument(value)
+        norm, _ = rewriting.child_and_argument(value)
         if target == name and norm and isinstance(value, ast.Call):
             if using[0][2] is not own:  # it is transposed in the `if` of the rotation alone
                 raise Unclear(_OTHER_CONDITIONS)
@@ -215,7 +208,7 @@ def _rewritten(found: _Found) -> ast.FunctionDef:
         names = [each.id for each in call.args[:2]]
         branch.orelse[:0] = map(_unrotated, names, norms)
         for each in branch.orelse[:2]:
-            replacing(rotation, each)
+            rewriting.replacing(rotation, each)
     elif branch is None and block is not tree.body:
         index, owner = next(
             (index, each) for index, each in enumerate(tree.body) if getattr(each, "body", None) is block
@@ -227,7 +220,7 @@ def _rewritten(found: _Found) -> ast.FunctionDef:
         tree.body.insert(index, ast.copy_location(kept, owner))
         owner.test = _loaded(_HAS_NORMS)
         new = ast.IfExp(_loaded(_HAS_NORMS), new, call)
-    replacing(call, new)
+    rewriting.replacing(call, new)
     rotation.value = new
     _Without([norm.call for norm in norms]).visit(tree)
     return tree
@@ -255,4 +248,4 @@ class _Without(ast.NodeTransformer):
 
 def rotates(cls: type) -> bool:
     """Return whether a forward calls a function whose name is that of a rotary embedding."""
-    return any("apply" in name and ("rot" in name or "rope" in name) for name in names_read_by(cls))
+    return any("apply" in name and ("rot" in name or "rope" in name) for name in rewriting.names_read_by(cls))

@@ -36,17 +36,11 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from tilegym_rmsnorm.integrations.huggingface import rewriting
+from tilegym_rmsnorm.integrations.huggingface.classes import PatchedType, subclass
 from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
-from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, add_norm, subclass
-from tilegym_rmsnorm.integrations.huggingface.rewriting import (
-    assigned,
-    called_child,
-    child_and_argument,
-    compiled_again,
-    forward_and_tree,
-    forward_of,
-    replacing,
-)
+from tilegym_rmsnorm.integrations.huggingface.norms import add_norm
+from tilegym_rmsnorm.integrations.huggingface.rewriting import assigned
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear, tree_of
 
 _ADD_NORM, _SUM = "tilegym_add_norm", "tilegym_sum"  # names that no layer has
@@ -72,14 +66,14 @@ class LayerPatch:
 def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[str, ...]]:
     """Move the adds of a forward into the norms of these names. Return the new forward, and the names of the norms that
     add. Raise `Unclear` where no norm adds."""
-    function, tree = forward_and_tree(cls)
+    function, tree = rewriting.forward_and_tree(cls)
     tree = copy.deepcopy(tree)  # others read it
     stated = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     rewriter = _Rewriter(norms, stated.union(function.__code__.co_cellvars))
     tree.body = rewriter.block(tree.body, [])
     if not rewriter.found:
         raise Unclear(rewriter.reason)
-    return compiled_again(cls, tree, {_ADD_NORM: add_norm}), tuple(rewriter.found)
+    return rewriting.compiled_again(cls, tree, {_ADD_NORM: add_norm}), tuple(rewriter.found)
 
 
 class _Rewriter:
@@ -117,7 +111,7 @@ class _Rewriter:
         if len(statements) <= count or {total, copy} & self.shared:
             return as_it_is
         y, call = assigned(statements[count])
-        norm, x = child_and_argument(call)
+        norm, x = rewriting.child_and_argument(call)
         is_of_sum = isinstance(x, ast.Name) and x.id in {total, copy} - {""}
         if norm not in self.norms or not is_of_sum or not y:
             return as_it_is
@@ -135,7 +129,7 @@ class _Rewriter:
         lines += [f"{name} = {first}" for name in others] if held else [f"del {_SUM}"]
         new = ast.parse("\n".join(lines)).body
         for statement in new:
-            replacing(statements[count], statement)
+            rewriting.replacing(statements[count], statement)
         assignment: Any = new[0]
         assignment.value.args[:2] = value.left, value.right
         return new, count + 1
@@ -180,7 +174,7 @@ def _only_computes(node: ast.AST, names: set[str]) -> bool:
 def has_sum(cls: type) -> bool:
     """Return whether a forward adds two values in a statement of its own, as layers do and attention does not."""
     try:
-        tree = tree_of(forward_of(cls))
+        tree = tree_of(rewriting.forward_of(cls))
     except Unclear:
         return False
     # A forward with another name than self is not rewritten, but reported.
@@ -188,7 +182,7 @@ def has_sum(cls: type) -> bool:
     values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     sums = [value for value in values if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)]
     return any(
-        isinstance(one, ast.Name) and (isinstance(other, ast.Name) or called_child(other, module))
+        isinstance(one, ast.Name) and (isinstance(other, ast.Name) or rewriting.called_child(other, module))
         for each in sums
         for one, other in ((each.left, each.right), (each.right, each.left))
     )

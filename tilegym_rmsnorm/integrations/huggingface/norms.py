@@ -10,7 +10,6 @@ answer of isinstance. Where a call has dtypes that no kernel reads, the forward 
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import functools
 import inspect
 import logging
@@ -25,21 +24,19 @@ from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.call.arithmetic import promoted
-from tilegym_rmsnorm.call.options import refuse_torch_jit_script
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, OfPlainType
 from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
+from tilegym_rmsnorm.integrations.huggingface.classes import PatchedType, has_hooks, is_outdated, subclass
 from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_now
-from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.integrations.huggingface.strides import in_order, order_in_memory
-from tilegym_rmsnorm.nn.configured import reduce_instance
 from tilegym_rmsnorm.nn.module import RMSNorm
 from tilegym_rmsnorm.ops.norm.op import norm_in_graph
 
-
-class PatchedType(type):
-    """Metaclass of patched classes. A patched class is pickled as its base and its patch, since no name leads to it."""
+_log = logging.getLogger("tilegym_rmsnorm")
+_told: set[tuple[str, str, str]] = set()
+_own_patches: dict[tuple[float, str, str | None], NormPatch] = {}
 
 
 @dataclass(frozen=True)
@@ -143,12 +140,11 @@ def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
     lie in the order of x's. So heads that were transposed before their norm are rows for the kernel, and view() of
     y.transpose(1, 2) works."""
     order = order_of_y(x, match)
-    if order is None:
-        return _run(x, None, match, call, backend)
-    if order[-1] != x.dim() - 1:
-        return in_order(_run(x, None, match, call, backend), order)
-    back = [order.index(dim) for dim in range(x.dim())]
-    return _run(x.permute(order), None, match, call, backend).permute(back)
+    if order is not None and order[-1] == x.dim() - 1:
+        back = [order.index(dim) for dim in range(x.dim())]
+        return _run(x.permute(order), None, match, call, backend).permute(back)
+    y = _run(x, None, match, call, backend)
+    return y if order is None else in_order(y, order)
 
 
 def order_of_y(x: Tensor, match: Match) -> tuple[int, ...] | None:
@@ -208,18 +204,6 @@ def _why_not_added(residual: Any, x: Any) -> str:
     return ""
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether something on the module itself sees its calls."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__  # accelerate's hooks, too
-        or "_call_impl" in module.__dict__
-    )
-
-
 def why_watched(norm: torch.nn.Module) -> str:
     """Say what sees the calls of a norm of ours, so that none may be left out; "" if nothing does."""
     if has_hooks(norm):
@@ -270,73 +254,6 @@ def tell_fallback(kind: str, norm: Any, reason: str) -> None:
         _log.info("%s runs apart from the %s: %s", cls.__name__, kind, reason)
 
 
-_log = logging.getLogger("tilegym_rmsnorm")
-_told: set[tuple[str, str, str]] = set()
-_classes: dict[tuple[type, Any, Any], PatchedType] = {}
-
-
-def patched_class(base: type, patch: Any) -> PatchedType:
-    """Return the subclass of `base` that a patch makes: the same object for the same patch, while base keeps its
-    forward. Raise `Unclear` where a layer cannot be rewritten."""
-    key = base, patch, inspect.getattr_static(base, "forward")
-    if key not in _classes:
-        _classes.setdefault(key, patch.made(base))  # two threads get one class
-    return _classes[key]
-
-
-def loaded_class(base: type, patch: Any) -> type:
-    """Return the class for a module pickled with a patch: `base`, where its forward is no longer what was patched."""
-    try:
-        return patched_class(base, patch) if patch.fits(base) else base
-    except Unclear:
-        return base
-
-
-class _Unseen(torch.nn.Module):
-    """First base of a patched class while the class is made, so that no __init_subclass__ of its own base registers or
-    refuses it."""
-
-    def __init_subclass__(cls) -> None:
-        pass
-
-
-def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
-    """Make a subclass under the same name: transformers initializes classes with RMSNorm in their names."""
-    for function in attributes.values():
-        function.__qualname__ = f"{base.__qualname__}.{function.__name__}"
-    attributes = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "patched_from": (base, patch),
-        "patched_forward": attributes["forward"],
-        "old_forward": base.forward,  # type: ignore[attr-defined]
-        "__reduce_ex__": functools.partialmethod(reduce_instance, base),
-        "__prepare_scriptable__": refuse_torch_jit_script,
-        **attributes,
-    }
-    made = PatchedType(base.__name__, (_Unseen, base), attributes)
-    made.__bases__ = (base,)
-    return made
-
-
-def made_from(cls: type) -> tuple[type, Any] | None:
-    """Return the base class and the patch of a patched class; None for others, such as a subclass of one."""
-    return cls.__dict__.get("patched_from")
-
-
-def is_outdated(cls: Any) -> bool:
-    """Return whether the base of a patched class was given another forward since, which runs in place of the patch."""
-    found = getattr(cls, "patched_from", None)
-    return found is not None and found[0].forward is not cls.old_forward
-
-
-def patch_of(cls: type) -> Any:
-    """Return the patch of a class, or of one that it is derived from; None without one."""
-    found = getattr(cls, "patched_from", None)
-    return None if found is None else found[1]
-
-
 def norm_patch(norm: Any) -> NormPatch | None:
     """Return how a norm of ours is computed: a patched one, or `RMSNorm`. None for other modules, and for an `RMSNorm`
     that computes more than a norm of the last dimension (`why_not_own`)."""
@@ -366,14 +283,3 @@ def why_not_own(norm: Any) -> str:
     if len(norm.normalized_shape) != 1:
         return "normalizes several dimensions"
     return "has an out_dtype" if norm.out_dtype is not None else ""
-
-
-_own_patches: dict[tuple[float, str, str | None], NormPatch] = {}
-
-
-def _reduce(cls: PatchedType) -> str | tuple[Any, ...]:
-    found = made_from(cls)
-    return (loaded_class, found) if found else cls.__qualname__
-
-
-copyreg.pickle(PatchedType, _reduce)

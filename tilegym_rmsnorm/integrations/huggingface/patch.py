@@ -10,6 +10,7 @@ A patch replaces the class of a module, and the forwards that are bound to the m
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,31 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilegym_rmsnorm.integrations.huggingface import classes, report
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, is_eps, match_of
 from tilegym_rmsnorm.integrations.huggingface.attention import AttentionPatch, check_module, norms_of, rotates
 from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs, fits
 from tilegym_rmsnorm.integrations.huggingface.layers import LayerPatch, has_sum, rewritten
-from tilegym_rmsnorm.integrations.huggingface.norms import (
-    NormPatch,
-    PatchedType,
-    has_hooks,
-    is_outdated,
-    made_from,
-    norm_patch,
-    patch_of,
-    patched_class,
-    why_apart,
-    why_not_own,
-)
-from tilegym_rmsnorm.integrations.huggingface.report import (
-    Declined,
-    PatchedAttention,
-    PatchedLayer,
-    PatchedNorm,
-    PatchReport,
-    Restored,
-    elided,
-)
+from tilegym_rmsnorm.integrations.huggingface.norms import NormPatch, norm_patch, why_apart, why_not_own
 from tilegym_rmsnorm.integrations.huggingface.rewriting import names_read_by
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.nn.module import RMSNorm
@@ -58,25 +40,27 @@ _GRAPH = "it is a graph, not code: patch the model before it is scripted or trac
 # By id of a norm: its class after the patch, for an RMSNorm its patch; two norms that have the same are computed alike.
 # Or the reason for which it cannot take part in layers and attention.
 _Norms = dict[int, Any]
+_Parts = list[tuple[str, nn.Module]]  # of a model, as named_modules() has them
 _Parents = dict[int, list[tuple[nn.Module, str]]]  # by id of a child: its parents, and its name in each
 
 
-def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
+def patch(model: Any, patch_layers: bool, backend: str | None) -> report.PatchReport:
     """Choose classes for norms, then for layers and attention, and give them to the modules. Documented at
     `patch_model`."""
     _check_module("patch_model", model)
     check_backend_name(backend)
-    patched: list[PatchedNorm] = []
-    declined: list[Declined] = []
+    patched: list[report.PatchedNorm] = []
+    declined: list[report.Declined] = []
     changes: list[tuple[nn.Module, type]] = []
     norms: _Norms = {}
     already = 0
-    parents = _parents(model)
-    for name, module in _parts(model):
+    parts = list(model.named_modules())
+    parents = _parents(parts)
+    for name, module in parts:
         cls = type(module)
-        found, old = made_from(cls), patch_of(cls)
-        if is_outdated(cls):
-            declined.append(Declined(name, cls.__name__, _OUTDATED))
+        found, old = classes.made_from(cls), classes.patch_of(cls)
+        if classes.is_outdated(cls):
+            declined.append(report.Declined(name, cls.__name__, _OUTDATED))
             continue
         if isinstance(old, _REWRITINGS) or isinstance(module, _GRAPHS):
             continue
@@ -91,71 +75,67 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
         except Unclear as error:
             if _looks_like_norm(original, module):
                 norms[id(module)] = str(error)
-                declined.append(Declined(name, cls.__name__, elided(str(error))))
+                declined.append(report.Declined(name, cls.__name__, report.elided(str(error))))
             continue
         new = NormPatch(match, backend)
-        norms[id(module)] = changed = cls if old == new else patched_class(original, new)
+        norms[id(module)] = changed = cls if old == new else classes.patched_class(original, new)
         if old == new:
             already += 1
             continue
         changes.append((module, changed))
-        patched.append(PatchedNorm(name, cls.__name__, match.arithmetic))
-    declined += _graphs(model, norms)
+        patched.append(report.PatchedNorm(name, cls.__name__, match.arithmetic))
+    declined += _graphs(model, parts, norms)
 
-    layers: list[PatchedLayer] = []
-    attention: list[PatchedAttention] = []
-    rewritten: list[tuple[str, nn.Module, tuple[str, ...]]] = []
-    for name, module in _parts(model) if patch_layers else ():
+    fused: list[tuple[nn.Module, report.PatchedLayer | report.PatchedAttention]] = []
+    for name, module in parts if patch_layers else ():
         cls = type(module)
-        if isinstance(patch_of(cls), _REWRITINGS):
-            already += not is_outdated(cls)
+        if isinstance(classes.patch_of(cls), _REWRITINGS):
+            already += not classes.is_outdated(cls)
             continue
         try:
             chosen = _chosen(module, norms)
         except Unclear as error:
-            declined.append(Declined(name, cls.__name__, elided(str(error))))
+            declined.append(report.Declined(name, cls.__name__, report.elided(str(error))))
             continue
-        if chosen is None:
-            continue
-        rewriting, new_class = chosen
-        if isinstance(rewriting, LayerPatch):
-            layers.append(PatchedLayer(name, cls.__name__, rewriting.norms))
-        else:
-            attention.append(PatchedAttention(name, cls.__name__, rewriting.norms))
-        changes.append((module, new_class))
-        rewritten.append((name, module, rewriting.norms))
+        if chosen is not None:
+            rewriting, changed = chosen
+            kind = report.PatchedLayer if isinstance(rewriting, LayerPatch) else report.PatchedAttention
+            fused.append((module, kind(name, cls.__name__, rewriting.norms)))
+            changes.append((module, changed))
 
     for module, changed in changes:
         _give_class(module, changed)
     apart = [
-        Declined(name, type(module).__name__, f"{norm}: {reason}")
-        for name, module, names in rewritten
-        for norm in names
+        report.Declined(each.name, each.class_name, f"{norm}: {reason}")
+        for module, each in fused
+        for norm in each.norms
         if norm in module._modules and (reason := why_apart(module._modules[norm]))
     ]
-    return PatchReport(
-        tuple(patched), tuple(layers), tuple(attention), tuple(declined), already=already, apart=tuple(apart)
+    layers = tuple(each for _, each in fused if isinstance(each, report.PatchedLayer))
+    attention = tuple(each for _, each in fused if isinstance(each, report.PatchedAttention))
+    return report.PatchReport(
+        tuple(patched), layers, attention, tuple(declined), already=already, apart=tuple(apart)
     )
 
 
-def unpatch(model: Any) -> PatchReport:
+def unpatch(model: Any) -> report.PatchReport:
     """Give patched modules the classes they had. Documented at `unpatch_model`."""
     _check_module("unpatch_model", model)
-    restored: list[Restored] = []
-    declined: list[Declined] = []
+    restored: list[report.Restored] = []
+    declined: list[report.Declined] = []
     changes: list[tuple[nn.Module, type]] = []
-    for name, module in _parts(model):
+    for name, module in model.named_modules():
         cls = type(module)
-        found = made_from(cls)
+        found = classes.made_from(cls)
         if found is not None:
-            restored.append(Restored(name, cls.__name__))
+            restored.append(report.Restored(name, cls.__name__))
             changes.append((module, found[0]))
-        elif patch_of(cls) is not None:
-            declined.append(Declined(name, cls.__name__, "was given another class after the patch"))
+        elif classes.patch_of(cls) is not None:
+            declined.append(report.Declined(name, cls.__name__, "was given another class after the patch"))
     for module, old_class in changes:
         _give_class(module, old_class)
     nothing = "nothing in this model is patched"
-    return PatchReport(declined=tuple(declined), restored=tuple(restored), if_nothing=nothing)
+    return report.PatchReport(declined=tuple(declined), restored=tuple(restored), if_nothing=nothing)
 
 
 def _check_module(function: str, model: Any) -> None:
@@ -163,35 +143,31 @@ def _check_module(function: str, model: Any) -> None:
         raise TypeError(f"{function}: expected a torch.nn.Module, got {type(model).__name__}")
 
 
-def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return iter(list(model.named_modules()))
-
-
-def _parents(model: nn.Module) -> _Parents:
+def _parents(parts: _Parts) -> _Parents:
     parents: _Parents = {}
-    for _, parent in _parts(model):
+    for _, parent in parts:
         for name, child in parent._modules.items():  # named_children leaves out a child's second name
             parents.setdefault(id(child), []).append((parent, name))
     return parents
 
 
-def _graphs(model: nn.Module, norms: _Norms) -> Iterator[Declined]:
+def _graphs(model: nn.Module, parts: _Parts, norms: _Norms) -> Iterator[report.Declined]:
     """Yield the graphs in a model that may hold norms, none of which is patched."""
     inside: set[int] = set()
-    for name, module in _parts(model):
+    for name, module in parts:
         if not isinstance(module, _GRAPHS) or id(module) in inside:
             continue
-        parts = dict(module.named_modules())
-        inside |= set(map(id, parts.values()))
-        is_patched = any(not isinstance(norms.get(id(part), ""), str) for part in parts.values())
-        if not is_patched and (module is model or any("norm" in each for each in parts)):
-            yield Declined(name, type(module).__name__, _GRAPH)
+        held = dict(module.named_modules())
+        inside |= set(map(id, held.values()))
+        is_patched = any(_is_norm(norms, part) for part in held.values())
+        if not is_patched and (module is model or any("norm" in each for each in held)):
+            yield report.Declined(name, type(module).__name__, _GRAPH)
 
 
 def _check_input_is_kept(norm: nn.Module, parents: _Parents) -> None:
     """Raise `Unclear` where a module that calls a norm changes the norm's x afterwards."""
     for caller, path in _callers(norm, parents):
-        original, _ = made_from(type(caller)) or (type(caller), None)
+        original, _ = classes.made_from(type(caller)) or (type(caller), None)
         for change in changed_inputs(original, path[0]):
             if not fits(change.child, path):
                 continue
@@ -268,7 +244,7 @@ def _match(module: nn.Module, cls: type) -> Match:
     return match
 
 
-def _chosen(module: nn.Module, norms: _Norms) -> tuple[LayerPatch | AttentionPatch, PatchedType] | None:
+def _chosen(module: nn.Module, norms: _Norms) -> tuple[LayerPatch | AttentionPatch, type] | None:
     """Return how a module is rewritten, and its new class; None for one that is neither a layer nor attention. Raise
     `Unclear` for one that cannot be rewritten."""
     reasons = []
@@ -276,7 +252,7 @@ def _chosen(module: nn.Module, norms: _Norms) -> tuple[LayerPatch | AttentionPat
         try:
             patch = choose(module, norms)
             if patch is not None:
-                return patch, patched_class(type(module), patch)
+                return patch, classes.patched_class(type(module), patch)
         except Unclear as error:
             reasons.append(str(error))
     if reasons:
@@ -284,8 +260,13 @@ def _chosen(module: nn.Module, norms: _Norms) -> tuple[LayerPatch | AttentionPat
     return None
 
 
+def _is_norm(norms: _Norms, module: nn.Module) -> bool:
+    """Return whether a module is a norm that can take part in layers and attention."""
+    return not isinstance(norms.get(id(module), ""), str)
+
+
 def _patched_children(module: nn.Module, norms: _Norms) -> list[str]:
-    return [name for name, child in module.named_children() if not isinstance(norms.get(id(child), ""), str)]
+    return [name for name, child in module.named_children() if _is_norm(norms, child)]
 
 
 def _layer(module: nn.Module, norms: _Norms) -> LayerPatch | None:
@@ -320,9 +301,9 @@ def _attention(module: nn.Module, norms: _Norms) -> AttentionPatch | None:
         if isinstance(reason, str):
             why = f": {reason}" if reason else ""
             raise Unclear(f"its {name}, of class {type(norm).__name__}, is not patched{why}")
-        if has_hooks(norm):
+        if classes.has_hooks(norm):
             raise Unclear(f"its {name} has hooks, or a forward of its own")
-    check_module(module, lambda child: not isinstance(norms.get(id(child), ""), str))
+    check_module(module, functools.partial(_is_norm, norms))
     q_norm, k_norm = children
     if norms[id(q_norm)] is not norms[id(k_norm)]:
         raise Unclear(f"its {names[0]} and {names[1]} compute different norms")
@@ -346,7 +327,7 @@ def _check_forward_is_called(module: nn.Module) -> None:
     if torch.nn.utils.parametrize.is_parametrized(module):  # its removal restores the class's first base
         raise Unclear("it is parametrized: parametrize it after the patch")
     is_called = all(getattr(cls, name) is getattr(nn.Module, name) for name in _CALLED)
-    if type(cls) not in (type, PatchedType) or not is_called:
+    if type(cls) not in (type, classes.PatchedType) or not is_called:
         raise Unclear("its class has a metaclass, a _call_impl or a __getattribute__ of its own")
     own = cls.forward
     values = [module.__dict__[name] for name in _BOUND if name in module.__dict__]

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import is_match
+from tilegym_rmsnorm.integrations.huggingface.classes import has_hooks
 from tilegym_rmsnorm.integrations.huggingface.expressions import (
     Expression,
     Lookups,
@@ -36,7 +37,6 @@ from tilegym_rmsnorm.integrations.huggingface.expressions import (
     are_current,
     text_of_node,
 )
-from tilegym_rmsnorm.integrations.huggingface.norms import has_hooks
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 _Q, _K, _COS, _SIN = ("q",), ("k",), ("cos",), ("sin",)
