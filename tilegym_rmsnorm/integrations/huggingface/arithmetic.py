@@ -93,7 +93,8 @@ class Match:
         to say what happens, because weight would be broadcast or is gone, or eps is not a number."""
         if get_trace() is not None:
             return outside_of_trace(self.call, module, shape, dtype)
-        weight, eps = self.weight_of(module), self.eps_of(module)
+        weight = self.weight_of(module)
+        eps = getattr(module, self.eps) if self.eps else self.fixed_eps
         if not shape or not (is_eps(eps) or (eps is None and self.arithmetic == "torch")):
             return None
         if weight is not None:
@@ -111,9 +112,6 @@ class Match:
         if not self.weight or (self.switch and not getattr(module, self.switch)):
             return None
         return getattr(module, self.weight)
-
-    def eps_of(self, module: torch.nn.Module) -> float | None:
-        return getattr(module, self.eps) if self.eps else self.fixed_eps
 
 
 def is_eps(value: Any) -> bool:

@@ -32,18 +32,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from tilegym_rmsnorm.integrations.huggingface.source import Unclear, tree_of
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear, assignment, tree_of
 
 Expression = tuple[Any, ...]
+Lookups = list[tuple[Any, str, Any]]  # a module or the globals of one, a name, and the value that it had
 
 X: Expression = ("x",)
 _SELF: Expression = ("the module",)
 _NONE: Expression = ("const", None)
 _MAX_DEPTH = 4  # of nested calls that are read
 _MAX_STATEMENTS = 40  # in all functions that are read; a norm has ten
-
-
-Lookups = list[tuple[Any, str, Any]]  # a module or the globals of one, a name, and the value that it had
 _MISSING = object()
 
 
@@ -137,15 +135,11 @@ class Reader:
                 if None in branches:
                     return None
                 return branches[0] if branches[0] == branches[1] else ("if", test, *branches)
-            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                target, value = statement.targets[0], statement.value
-            elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-                target, value = statement.target, statement.value
-            elif isinstance(statement, ast.Pass) or _is_text(statement):
+            is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+            if is_text or isinstance(statement, ast.Pass):
                 continue
-            else:
-                raise Unclear(f"has a statement that is not read: {text_of_node(statement)}")
-            if not self.bind(target, self.value(value)):
+            target, assigned = assignment(statement)
+            if assigned is None or not self.bind(target, self.value(assigned)):
                 raise Unclear(f"has a statement that is not read: {text_of_node(statement)}")
         return None
 
@@ -190,8 +184,7 @@ class Reader:
         elif isinstance(node, ast.Call):
             named = {word.arg: of(word.value) for word in node.keywords if word.arg is not None}
             if len(named) == len(node.keywords) and not any(isinstance(a, ast.Starred) for a in node.args):
-                given = [of(argument) for argument in node.args]
-                return self.call(node.func, given, named)
+                return self.call(node.func, [of(argument) for argument in node.args], named)
         raise Unclear(f"computes something that is not read: {text_of_node(node)}")
 
     def looked_up(self, scope: Any, name: str) -> Any:
@@ -240,10 +233,8 @@ class Reader:
 
 def _parameters(tree: ast.FunctionDef, is_forward: bool) -> list[str]:
     arguments = tree.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    more = [
-        argument.arg for argument in (arguments.vararg, arguments.kwarg, *arguments.kwonlyargs) if argument
-    ]
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    more = [each.arg for each in (arguments.vararg, arguments.kwarg, *arguments.kwonlyargs) if each]
     if is_forward and (more or len(names) != 2):
         others = ", ".join([*names[2:], *more])
         raise Unclear(f"takes more than one tensor: {others}" if others else "takes no tensor")
@@ -257,10 +248,6 @@ def _defaults(function: FunctionType, parameters: list[str]) -> dict[str, Any]:
     if not all(value is None or isinstance(value, (bool, int, float)) for value in values):
         raise Unclear("calls a function with arguments that are not read")
     return {name: ("const", value) for name, value in zip(parameters[::-1], values[::-1], strict=False)}
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def text_of_node(node: ast.AST) -> str:

@@ -59,8 +59,7 @@ class LayerPatch:
         return rewritten(base, self.norms)[1] == self.norms
 
     def made(self, base: type) -> PatchedType:
-        function, _ = rewritten(base, self.norms)
-        return subclass(base, self, {"forward": function})
+        return subclass(base, self, {"forward": rewritten(base, self.norms)[0]})
 
 
 def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[str, ...]]:

@@ -144,16 +144,11 @@ def _updated_cache(statement: ast.AST, unchanging: Unchanging) -> str:
     """Return CACHE of `k, v = CACHE.update(k, v, ...)`, an argument of forward; "" of other statements."""
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
         return ""
-    call, (target, *others) = statement.value, statement.targets
-    name = ast.unparse(call.func).removesuffix(".update")
-    is_cache = (
-        name != ast.unparse(call.func) and name in unchanging.parameters and name not in unchanging.values
-    )
-    is_known = (
-        not others
-        and not call.keywords
-        and ast.unparse(target) == f"({', '.join(map(ast.unparse, call.args[:2]))})"
-    )
+    call = statement.value
+    name, _, method = ast.unparse(call.func).rpartition(".")
+    is_cache = method == "update" and name in unchanging.parameters and name not in unchanging.values
+    results = f"({', '.join(map(ast.unparse, call.args[:2]))})"
+    is_known = not call.keywords and list(map(ast.unparse, statement.targets)) == [results]
     return name if is_cache and is_known and unchanging.is_unchanging(*call.args) else ""
 
 

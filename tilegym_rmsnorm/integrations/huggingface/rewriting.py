@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any
 
-from tilegym_rmsnorm.integrations.huggingface.source import Unclear, compiled_as, tree_of
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear, assignment, compiled_as, tree_of
 
 _FORWARD = "tilegym_forward"  # a name that no forward has
 _NAMES_SEEN = "locals", "vars", "dir", "eval", "exec"  # show a function the names of its locals
@@ -81,11 +81,7 @@ def while_current(base: Any, forward: Any) -> Any:
 
 def assigned(statement: ast.stmt) -> tuple[str, ast.expr | None]:
     """Return the name and the value of `name = value` or `name: T = value`; "" and None for other statements."""
-    target, value = None, None
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target, value = statement.targets[0], statement.value
-    elif isinstance(statement, ast.AnnAssign):
-        target, value = statement.target, statement.value
+    target, value = assignment(statement)
     return (target.id, value) if isinstance(target, ast.Name) and value is not None else ("", None)
 
 
@@ -179,8 +175,7 @@ def _compiled(tree: ast.FunctionDef, function: FunctionType, helpers: dict[str, 
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [None if value is None else ast.Constant(None) for value in arguments.kw_defaults]
     tree.name = _FORWARD  # its own name may also be a global that it uses
-    maker = ast.parse(f"def make({', '.join(helpers)}):\n    return {_FORWARD}").body[0]
-    assert isinstance(maker, ast.FunctionDef)
+    maker: Any = ast.parse(f"def make({', '.join(helpers)}):\n    return {_FORWARD}").body[0]
     maker.body.insert(0, tree)
     ast.increment_lineno(tree, code.co_firstlineno - 1)
     found: dict[str, Any] = {}

@@ -56,6 +56,13 @@ def _tree_of(function: FunctionType, code: CodeType) -> ast.FunctionDef:
     return tree
 
 
+def assignment(statement: ast.AST) -> tuple[Any, ast.expr | None]:
+    """Return target and value of `target = value` or `target: T = value`; a value of None for other statements."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        return statement.targets[0], statement.value
+    return (statement.target, statement.value) if isinstance(statement, ast.AnnAssign) else (None, None)
+
+
 def compiled_as(tree: ast.stmt, code: CodeType) -> CodeType:
     """Compile a module that has only this statement, with the `from __future__` imports of `code`."""
     flags = code.co_flags & __future__.annotations.compiler_flag
@@ -65,8 +72,7 @@ def compiled_as(tree: ast.stmt, code: CodeType) -> CodeType:
 def _is_source_of(tree: ast.FunctionDef, function: FunctionType) -> bool:
     alone = ast.FunctionDef(**{**dict(ast.iter_fields(tree)), "decorator_list": []})
     # super() needs a class to be compiled. In a class named _, private names are not mangled.
-    (around,) = ast.parse("class _: pass").body
-    assert isinstance(around, ast.ClassDef)
+    around: Any = ast.parse("class _: pass").body[0]
     around.body = [ast.copy_location(alone, tree)]
     (cls,) = _codes_in(compiled_as(around, function.__code__))
     essence = _essence(function.__code__, function.__qualname__)

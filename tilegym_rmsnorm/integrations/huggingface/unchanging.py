@@ -63,6 +63,7 @@ _FUNCTIONS: frozenset[Any] = frozenset(
         *(functional.pad, functional.softmax),
     ]
 )
+_NOT_GIVEN = frozenset([None, "out", "inplace", "key"])  # by name, or in **named
 _OPERATORS: tuple[Any, ...] = ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp
 _OPERATORS += ast.Subscript, ast.Slice, ast.FormattedValue
 # Packages whose modules named Linear are projections, with weights that are quantized, sharded or adapted.
@@ -127,9 +128,8 @@ class Unchanging:
             is_local = node.id in self.locals or node.id in self.values
             return is_local or (node.id != "self" and self._is_constant(node))
         if isinstance(node, ast.Attribute):
-            if self._reads(node) or self._is_constant(node):
-                return True
-            return node.attr in _ATTRIBUTES and self._is_safe(node.value)
+            is_read = self._reads(node) or self._is_constant(node)
+            return is_read or (node.attr in _ATTRIBUTES and self._is_safe(node.value))
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
@@ -187,21 +187,18 @@ class Unchanging:
     def _call(self, node: ast.Call) -> bool:
         if node in self.norms:
             return self.is_unchanging(*node.args)
-        if not self.is_unchanging(*node.args, *(word.value for word in node.keywords)):
-            return False
-        names = {word.arg for word in node.keywords}
-        if names & {None, "out", "inplace", "key"}:
+        given = [*node.args, *(word.value for word in node.keywords)]
+        if not self.is_unchanging(*given) or not _NOT_GIVEN.isdisjoint(word.arg for word in node.keywords):
             return False
         if called_child(node):
             self.called.add(called_child(node))
             return self.is_child(node)
         called = self._global(node.func)
         if _is_one_of(called, _FUNCTIONS):
-            return self._is_known(*node.args, *(word.value for word in node.keywords))
+            return self._is_known(*given)
         if called is not None or not isinstance(node.func, ast.Attribute):
             return False
-        name, tensor = node.func.attr, node.func.value
-        return name in _METHODS and self._is_safe(tensor)
+        return node.func.attr in _METHODS and self._is_safe(node.func.value)
 
     def _global(self, node: ast.expr) -> Any:
         """Return the value of a global name, of a builtin, or of a name in a module; None of anything else."""
