@@ -55,11 +55,7 @@ def gemma_rmsnorm(
     """Compute `rmsnorm`, with its errors and 1 added to weight.
 
     Args:
-        input: Shape `(*, N)`.
-        weight: Shape `(N,)`.
-        eps: Added to the mean of squares.
-        out: As for `rmsnorm`.
-        enable_pdl: No effect.
+        input, weight, eps, out, enable_pdl: As for `rmsnorm`.
     """
     return _rmsnorm(input, weight, eps, out, 1.0)
 
@@ -91,11 +87,7 @@ def gemma_fused_add_rmsnorm(
     """Compute `fused_add_rmsnorm`, with its errors and 1 added to weight.
 
     Args:
-        input: Shape `(*, N)`; changed in place.
-        residual: Shape of input; changed in place.
-        weight: Shape `(N,)`.
-        eps: Added to the mean of squares.
-        enable_pdl: No effect.
+        input, residual, weight, eps, enable_pdl: As for `fused_add_rmsnorm`.
     """
     _fused_add_rmsnorm(input, residual, weight, eps, 1.0)
 

@@ -47,8 +47,7 @@ def liger_rms_norm(
         casting_mode: `"llama"`: `X * rstd` is rounded to X's dtype before the weight. `"gemma"`: only the result is
             rounded. `"none"`: as `"gemma"`; Liger itself computes 16-bit X in 16 bits, which is less exact. Or Liger's
             numbers for these, 0, 1 and -1.
-        in_place: No effect: incoming gradients are not overwritten.
-        row_mode: No effect.
+        in_place, row_mode: No effect: incoming gradients are not overwritten.
 
     Returns:
         Y, of X's shape and dtype.
@@ -75,11 +74,7 @@ def liger_fused_add_rms_norm(
     Args:
         X: Shape `(*, N)`.
         R: The residual, of X's shape.
-        W: As for `liger_rms_norm`.
-        eps: As for `liger_rms_norm`.
-        offset: As for `liger_rms_norm`.
-        casting_mode: As for `liger_rms_norm`.
-        in_place: No effect.
+        W, eps, offset, casting_mode, in_place: As for `liger_rms_norm`.
 
     Returns:
         `(Y, X + R)`, both of X's shape and dtype.
@@ -126,8 +121,7 @@ class LigerRMSNorm(_Norm):
         offset: Added to the weight: 1 for Gemma.
         casting_mode: As for `liger_rms_norm`.
         init_fn: Initial values of the weight: `"ones"` or `"zeros"`.
-        in_place: No effect.
-        row_mode: No effect.
+        in_place, row_mode: No effect.
         elementwise_affine: Whether there is a weight.
 
     Raises:
@@ -253,12 +247,7 @@ class LigerFusedAddRMSNorm(_Norm):
     the sum.
 
     Args:
-        hidden_size: Elements of a row.
-        eps: Added to the mean of squares.
-        offset: Added to the weight: 1 for Gemma.
-        casting_mode: As for `liger_rms_norm`.
-        init_fn: Initial values of the weight: `"ones"` or `"zeros"`.
-        in_place: No effect.
+        hidden_size, eps, offset, casting_mode, init_fn, in_place: As for `LigerRMSNorm`.
     """
 
     def __init__(
