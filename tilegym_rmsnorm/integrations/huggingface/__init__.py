@@ -6,7 +6,7 @@
     source, expressions, arithmetic, rotary     read what a function computes
     classes, norms, strides, rewriting          make classes of norms that call a kernel
     layers, attention, folding                  make classes of layers and attention, whose norms do more in one call
-    unchanging, receivers, inplace              find code beside a norm that forbids it
+    unchanging, harmless, receivers, inplace    find code and modules beside a norm that forbid it
     patch, report, mapping                      give these classes to modules, here or for the library `kernels`
 
 None of these modules imports transformers.

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tilegym_rmsnorm.integrations.huggingface import rewriting
+from tilegym_rmsnorm.integrations.huggingface import harmless, rewriting
 from tilegym_rmsnorm.integrations.huggingface.classes import PatchedType, subclass
 from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
 from tilegym_rmsnorm.integrations.huggingface.folding import folded
@@ -63,7 +63,7 @@ def norms_of(cls: type) -> tuple[str, ...]:
 def check_module(module: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
     """Raise `Unclear` where a call of this module may change what its norms of q and k read before the rotation.
     is_norm: whether a child is a norm whose forward was read."""
-    _found(type(module)).unchanging.check_module(module, is_norm)
+    harmless.check_module(_found(type(module)).unchanging, module, is_norm)
 
 
 class _Norm(NamedTuple):

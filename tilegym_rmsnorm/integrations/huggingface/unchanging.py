@@ -16,7 +16,7 @@ A norm that runs later than its statement computes the same where only such code
                   self.NAME, self.NAME.OTHER                 a number, a string, a tensor, or a list of such
                   self.NAME(...)                             a module that leaves its input as it is
 
-The last two are known of a module alone: `check_module`. Operands, objects of methods, arguments of functions and
+The last two are known of a module alone, by harmless.py. Operands, objects of methods, arguments of functions and
 iterables must be values that were made in these ways, or arguments of the forward: others may run anything.
 """
 
@@ -25,12 +25,11 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
@@ -66,10 +65,6 @@ _FUNCTIONS: frozenset[Any] = frozenset(
 _NOT_GIVEN = frozenset([None, "out", "inplace", "key"])  # by name, or in **named
 _OPERATORS: tuple[Any, ...] = ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp
 _OPERATORS += ast.Subscript, ast.Slice, ast.FormattedValue
-# Packages whose modules named Linear are projections, with weights that are quantized, sharded or adapted.
-_OF_PROJECTIONS = frozenset(
-    "auto_gptq awq bitsandbytes deepspeed gptqmodel hqq optimum peft torchao transformer_engine transformers".split()
-)
 
 
 class Unchanging:
@@ -100,7 +95,7 @@ class Unchanging:
         self.parameters = {
             name
             for name, each in inspect.signature(function).parameters.items()
-            if each.kind is not each.VAR_KEYWORD and (each.default is each.empty or _is_inert(each.default))
+            if each.kind is not each.VAR_KEYWORD and (each.default is each.empty or is_inert(each.default))
         } - {"self"}
         self.values = _values(statements)
         self.added_to = _added_to(statements)
@@ -212,7 +207,7 @@ class Unchanging:
     def _is_constant(self, node: ast.expr) -> bool:
         """Return whether a node is a global number, string or dtype, such as torch.float32."""
         value = self._global(node)
-        return value is not None and _is_inert(value)
+        return value is not None and is_inert(value)
 
     def _is_known(self, *nodes: ast.expr) -> bool:
         """Return whether values of expressions are tensors, numbers, strings, or what has only such items: operators,
@@ -267,34 +262,6 @@ class Unchanging:
         """Return whether a call is self.NAME(...), and NAME is no method."""
         child = called_child(node)
         return bool(child) and inspect.getattr_static(self.cls, child, None) is None
-
-    def check_module(self, module: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
-        """Raise `Unclear` where the code that was checked may change anything when it runs for this module. is_norm:
-        whether a module is one whose forward was read."""
-        if type(module).__getattr__ is not nn.Module.__getattr__:
-            raise Unclear("its class has a __getattr__ of its own")
-        for name in sorted(map(called_child, self.norms)):
-            if _computes_attributes(type(getattr(module, name))):
-                raise Unclear(f"its {name} has properties, which would be read later")
-        for name in sorted(self.called | self.returning):
-            child = getattr(module, name, None)
-            if child is None or _leaves_input(child, is_norm):
-                continue
-            kind = type(child).__name__
-            if name in self.called:
-                raise Unclear(
-                    f"its forward calls {name} between a norm and its rotation, and a {kind} may change its input"
-                )
-            raise Unclear(
-                f"its forward uses what {name} returns between a norm and its rotation, and a {kind} may return what "
-                "is no tensor"
-            )
-        for names in sorted(self.read):
-            owner = module if len(names) == 1 else getattr(module, names[0], None)
-            if owner is not module and not _has_plain_attributes(owner, names[1]):
-                owner = None
-            if owner is None or not _is_inert(getattr(owner, names[-1], None)):
-                raise Unclear(f"its forward reads {'.'.join(names)} between a norm and its rotation")
 
 
 def _operands(node: ast.AST) -> list[ast.expr]:
@@ -361,52 +328,11 @@ def _values(statements: Sequence[ast.AST]) -> dict[str, list[ast.expr | None]]:
     return values
 
 
-def _leaves_input(module: Any, is_norm: Callable[[nn.Module], bool]) -> bool:
-    """Return whether a call of a module is known to change nothing: norms, modules of torch and projections are."""
-    if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    if is_norm(module):
-        return True
-    cls: Any = type(module)
-    is_called = cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
-    is_called |= cls.__module__ == nn.ParameterDict.__module__  # some containers refuse calls
-    hook = module.__dict__.get("_hf_hook")
-    is_accelerate = type(hook).__module__ == "accelerate.hooks" and type(hook).__name__ != "SequentialHook"
-    own = module.__dict__.get("_old_forward" if is_accelerate else "forward")
-    if not is_called or not (own is None or getattr(own, "__func__", None) is cls.forward):
-        return False
-    package, _, inner = cls.__module__.partition(".")  # classes derived from those below may have properties
-    if package == "torch" and inner.startswith("nn.modules."):
-        # A forward that was put there since has other globals.
-        is_torch = cls.forward.__globals__["__name__"].startswith("torch.nn.modules.")
-        is_known = is_torch and not getattr(module, "inplace", False)
-    else:
-        is_known = package in _OF_PROJECTIONS and "Linear" in cls.__name__
-    return is_known and all(_leaves_input(each, is_norm) for each in module.children())
-
-
-def _has_plain_attributes(owner: Any, name: str) -> bool:
-    """Return whether reading this attribute runs no code of its class. Configs of transformers count as such."""
-    cls: Any = type(owner)
-    if isinstance(owner, nn.Module) or hasattr(inspect.getattr_static(cls, name, None), "__get__"):
-        return False
-    is_plain = cls.__getattribute__ is object.__getattribute__ and not hasattr(cls, "__getattr__")
-    return is_plain or cls.__module__.startswith("transformers.")
-
-
-def _is_inert(value: Any) -> bool:
+def is_inert(value: Any) -> bool:
     """Return whether reading a value, or an item of it, runs no code."""
     if isinstance(value, (list, tuple)):
-        return all(map(_is_inert, value))
+        return all(map(is_inert, value))
     if isinstance(value, dict):
-        return all(map(_is_inert, value.values()))
+        return all(map(is_inert, value.values()))
     kinds = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device)
     return value is None or isinstance(value, kinds)
-
-
-def _computes_attributes(cls: type) -> bool:
-    """Return whether a class of modules has properties, or a __getattr__ of its own."""
-    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    return any(
-        "__getattr__" in vars(each) or any(map(inspect.isdatadescriptor, vars(each).values())) for each in own
-    )
