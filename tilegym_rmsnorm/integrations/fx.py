@@ -80,7 +80,7 @@ def annotate_rmsnorm_for_regional_inductor_pass(
                 **(node.meta.get("custom") or {}),
                 "compile_with_inductor": {**mark, **region},
             }
-    _log.log(_level(norms), "marked %d fused norms for Inductor", len(norms))
+    _log.log(logging.INFO if norms else logging.DEBUG, "marked %d fused norms for Inductor", len(norms))
     return gm
 
 
@@ -128,17 +128,16 @@ def replace_rmsnorm_pass(
         else:
             calls[norm] = (*_arguments(norm, given.kwargs), backend)
     for norm, arguments in calls.items():
+        target = op.FORWARD if norm.target is _ATEN_FORWARD else op.BACKWARD
         with gm.graph.inserting_before(norm):
-            new = gm.graph.call_function(
-                op.FORWARD if norm.target is _ATEN_FORWARD else op.BACKWARD, arguments
-            )
+            new = gm.graph.call_function(target, arguments)
         new.meta = _metadata(norm)
         norm.replace_all_uses_with(new)
         gm.graph.erase_node(norm)
     if calls:
         gm.recompile()
     gm.meta[REPLACED] = len(calls)
-    level = logging.WARNING if refused else _level(norms)
+    level = logging.WARNING if refused else logging.INFO if norms else logging.DEBUG
     _log.log(level, "replaced %d of %d fused norms%s", len(calls), len(norms), refused)
     return gm
 
@@ -232,7 +231,3 @@ def _is_getitem(node: Node) -> bool:
 def _check_graph(gm: object) -> None:
     if not isinstance(gm, GraphModule):
         raise TypeError(f"gm: expected a torch.fx.GraphModule, got {type(gm).__name__}")
-
-
-def _level(norms: list[Node]) -> int:
-    return logging.INFO if norms else logging.DEBUG

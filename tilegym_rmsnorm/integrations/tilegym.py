@@ -19,13 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import functional
-from tilegym_rmsnorm.call.options import (
-    check_one_of,
-    checked_eps,
-    checked_int,
-    checked_number,
-    refuse_torch_jit_script,
-)
+from tilegym_rmsnorm.call import options
 from tilegym_rmsnorm.call.validation import check_tensor, checked_sizes_of_weight
 
 MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cached")
@@ -64,7 +58,7 @@ def rms_norm(
         ValueError: mode is unknown, or a shape, a device or a number does not fit.
         TypeError: A dtype, a layout or a type does not fit.
     """
-    check_one_of("mode", mode, MODES)
+    options.check_one_of("mode", mode, MODES)
     check_tensor("input", input)
     if normalized_shape is None:
         normalized_shape = input.shape[-1:]
@@ -108,7 +102,7 @@ def rms_norm_backward_workspace_bytes(
     """
     from tilegym_rmsnorm.backends.cutile.host.norm import NAMES, backward_plan
 
-    M, N = checked_int("M", M, 0), checked_int("N", N, 1)
+    M, N = options.checked_int("M", M, 0), options.checked_int("N", N, 1)
     if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
         raise TypeError(f"dtype: expected one of {', '.join(map(str, NAMES))}, got {dtype!r}")
     plan = backward_plan(M, N, dtype, _device(device))
@@ -147,12 +141,12 @@ class TileRMSNorm(nn.Module):
         TypeError: hidden_size, eps or offset is not a number.
     """
 
-    __prepare_scriptable__ = refuse_torch_jit_script
+    __prepare_scriptable__ = options.refuse_torch_jit_script
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()
-        checked_eps(eps)
-        checked_number("offset", offset)
+        options.checked_eps(eps)
+        options.checked_number("offset", offset)
         self.weight = nn.Parameter(torch.ones(checked_sizes_of_weight(hidden_size, "hidden_size")))
         self.variance_epsilon = eps
         self.hidden_size = hidden_size
@@ -166,8 +160,8 @@ class TileRMSNorm(nn.Module):
     def forward_torch(self, hidden_states: Tensor) -> Tensor:
         """Compute the forward in PyTorch, rounded as `forward` rounds."""
         shape = hidden_states.shape[-1:]
-        options: dict[str, Any] = {"offset": self.offset, "backend": "torch"}
-        return functional.rms_norm(hidden_states, shape, self.weight, self.variance_epsilon, **options)
+        others: dict[str, Any] = {"offset": self.offset, "backend": "torch"}
+        return functional.rms_norm(hidden_states, shape, self.weight, self.variance_epsilon, **others)
 
     compute_rstd_torch = staticmethod(compute_rms_norm_rstd_torch)
     rms_norm_backward = staticmethod(rms_norm_backward)

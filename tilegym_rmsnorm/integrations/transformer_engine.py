@@ -113,12 +113,11 @@ class RMSNorm(nn.Module):
         return self._forward(input, self.weight)
 
     def _forward(self, input: Tensor, weight: Tensor) -> Tensor:
-        if promoted(input.dtype, weight.dtype) is not weight.dtype:
-            input = input.to(weight.dtype)  # a wider weight needs no copy: kernels compute in float32
+        dtype = weight.dtype
+        if promoted(input.dtype, dtype) is not dtype:
+            input = input.to(dtype)  # a wider weight needs no copy: kernels compute in float32
         offset = float(self.zero_centered_gamma)
-        return functional.rms_norm(
-            input, weight.shape, weight, self.eps, offset=offset, out_dtype=weight.dtype
-        )
+        return functional.rms_norm(input, weight.shape, weight, self.eps, offset=offset, out_dtype=dtype)
 
     def get_extra_state(self) -> Tensor:
         """Return the state that TransformerEngine saves for a norm that quantizes nothing."""

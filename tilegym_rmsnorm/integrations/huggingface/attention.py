@@ -101,22 +101,19 @@ def _found(cls: type) -> _Found:
                 behind = [*branch.body[place + 1 :], *behind]
             query, key = (_norm_of(name, before) for name in names)
             rotary = _rotary_of(rotation.value, function)
-            if query.block is not key.block or not (
-                branch is None or query.block is tree.body or query.block is branch.body
-            ):
+            is_block = branch is None or query.block is tree.body or query.block is branch.body
+            if query.block is not key.block or not is_block:
                 raise Unclear(_OTHER_CONDITIONS)
-            nodes = [each for each, _ in before]
-            checks = [
-                Unchanging(cls, function, each, [query.call, key.call], rotation.value)
-                for each in (nodes, tree.body)
-            ]
+            nodes, calls = [each for each, _ in before], [query.call, key.call]
+            unchanging = Unchanging(cls, function, nodes, calls, rotation.value)
+            of_whole = Unchanging(cls, function, tree.body, calls, rotation.value)
             for norm in (query, key):
-                if not checks[0].is_child(norm.call):  # a property may do anything, and would do it later
+                if not unchanging.is_child(norm.call):  # a property may do anything, and would do it later
                     raise Unclear(f"calls {norm.name}, which its class defines")
             for each in _between(nodes, (query, key), rotation.value):
-                checks[0].check(each)
-            receiving = receivers(function, behind, names, checks[1])
-            return _Found(tree, rotation, branch, (query, key), rotary, receiving, checks[0])
+                unchanging.check(each)
+            receiving = receivers(function, behind, names, of_whole)
+            return _Found(tree, rotation, branch, (query, key), rotary, receiving, unchanging)
     raise Unclear("has no statement q, k = ROTARY(q, k, cos, sin)")
 
 
@@ -127,8 +124,7 @@ def _names_rotated(statement: ast.stmt, function: FunctionType) -> tuple[str, ..
     call, code = statement.value, function.__code__
     names = tuple(each.id for each in call.args[:2] if isinstance(each, ast.Name))
     if (
-        len(statement.targets) != 1
-        or ast.unparse(statement.targets[0]) != f"({', '.join(names)})"
+        list(map(ast.unparse, statement.targets)) != [f"({', '.join(names)})"]
         or len(set(names)) != 2
         or len(call.args) < 4
         or not isinstance(call.func, ast.Name)

@@ -50,16 +50,15 @@ def folded(
         receivers: What gets rotated q and k, if they do nothing but to enter attention.
     """
     (q_name, q_turned), (k_name, k_turned) = norms
+    is_turned = q_turned, k_turned
 
     def run(
         module: Any, cache: Any, rotary: Any, q: Any, k: Any, cos: Any, sin: Any, *given: Any, **named: Any
     ) -> tuple[Any, Any]:
         """Return what `rotary` returns for normalized q and k."""
         q_norm, k_norm = getattr(module, q_name), getattr(module, k_name)
-        call: Any
         if known.is_current(rotary):
-            is_turned = (q_turned, k_turned)
-            call = outside_of_trace(_call_of, q_norm, k_norm, q, k, cos, sin, known, is_turned)
+            call: Any = outside_of_trace(_call_of, q_norm, k_norm, q, k, cos, sin, known, is_turned)
         else:
             call = _Apart(q_norm, "its rotary embedding was replaced")
         rounding = None

@@ -192,10 +192,9 @@ class _Run(ast.NodeVisitor):
         for word in (*node.keywords, *made):
             if word.arg == "out":
                 self.change(self.held(word.value), node)
-            elif word.arg == "inplace" and not (
-                isinstance(word.value, ast.Constant) and not word.value.value
-            ):
-                self.change(every, node)
+            elif word.arg == "inplace":
+                is_off = isinstance(word.value, ast.Constant) and not word.value.value
+                self.change(_NONE if is_off else every, node)
 
     def held(self, node: ast.expr) -> _Values:
         """Return the values that an expression may be, or be a view of."""

@@ -45,8 +45,7 @@ _Parents = dict[int, list[tuple[nn.Module, str]]]  # by id of a child: its paren
 
 
 def patch(model: Any, patch_layers: bool, backend: str | None) -> report.PatchReport:
-    """Choose classes for norms, then for layers and attention, and give them to the modules. Documented at
-    `patch_model`."""
+    """Choose classes for norms, then for layers and attention, and give them to the modules: see `patch_model`."""
     _check_module("patch_model", model)
     check_backend_name(backend)
     patched: list[report.PatchedNorm] = []
@@ -119,7 +118,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> report.PatchRe
 
 
 def unpatch(model: Any) -> report.PatchReport:
-    """Give patched modules the classes they had. Documented at `unpatch_model`."""
+    """Give patched modules the classes they had: see `unpatch_model`."""
     _check_module("unpatch_model", model)
     restored: list[report.Restored] = []
     declined: list[report.Declined] = []
@@ -219,9 +218,8 @@ def _match(module: nn.Module, cls: type) -> Match:
     if type(module).__call__ is not nn.Module.__call__:
         raise Unclear("its class has a __call__ of its own")
     for name in module.__dict__:
-        if name not in _BOUND and isinstance(
-            inspect.getattr_static(cls, name, None), (FunctionType, staticmethod)
-        ):
+        defined = inspect.getattr_static(cls, name, None)
+        if name not in _BOUND and isinstance(defined, (FunctionType, staticmethod)):
             raise Unclear(f"its {name} was replaced on the module")
     for name in (match.eps, match.switch):
         if name and not hasattr(module, name):

@@ -30,13 +30,11 @@ import torch
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear, tree_of
 from tilegym_rmsnorm.integrations.huggingface.unchanging import Unchanging
 
-_CHOICE = r"self\.config\._attn_implementation"
+_NAME = r"self\.config\._attn_implementation"
 # F, EAGER and the registry, in one statement, or in the two of transformers 4.57.
-_INTERFACE = re.compile(
-    rf"(?P<F>\w+)(: \w+)? = (?P<registry>\w+)\.get_interface\({_CHOICE}, (?P<eager>\w+)\)"
-)
+_INTERFACE = re.compile(rf"(?P<F>\w+)(: \w+)? = (?P<registry>\w+)\.get_interface\({_NAME}, (?P<eager>\w+)\)")
 _INTERFACE_4 = re.compile(
-    rf"(?P<F>\w+)(: \w+)? = (?P<eager>\w+)\nif {_CHOICE} != 'eager':\n    (?P=F) = (?P<registry>\w+)\[{_CHOICE}\]"
+    rf"(?P<F>\w+)(: \w+)? = (?P<eager>\w+)\nif {_NAME} != 'eager':\n    (?P=F) = (?P<registry>\w+)\[{_NAME}\]"
 )
 _ATTENTION = ("transformers.integrations.sdpa_attention", "transformers.integrations.flash_attention")
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # others may compute with the keys
@@ -152,20 +150,18 @@ def _updated_cache(statement: ast.AST, unchanging: Unchanging) -> str:
     return name if is_cache and is_known and unchanging.is_unchanging(*call.args) else ""
 
 
-def _is_attention(
-    statement: ast.stmt, interface: str, names: tuple[str, ...], unchanging: Unchanging
-) -> bool:
+def _is_attention(node: ast.stmt, interface: str, names: tuple[str, ...], unchanging: Unchanging) -> bool:
     """Return whether a statement is `... = INTERFACE(self, q, k, ...)`, with nothing of q and k behind."""
-    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
         return False
-    call = statement.value
+    call = node.value
     given = [ast.unparse(each) for each in call.args[:3]]
     others = [*call.args[3:], *(word.value for word in call.keywords)]
     return (
         isinstance(call.func, ast.Name)
         and call.func.id == interface
         and given == ["self", *names]
-        and not uses(names, *statement.targets, *others)
+        and not uses(names, *node.targets, *others)
         and unchanging.is_unchanging(*others)
     )
 

@@ -30,13 +30,7 @@ import torch
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import is_match
 from tilegym_rmsnorm.integrations.huggingface.classes import has_hooks
-from tilegym_rmsnorm.integrations.huggingface.expressions import (
-    Expression,
-    Lookups,
-    Reader,
-    are_current,
-    text_of_node,
-)
+from tilegym_rmsnorm.integrations.huggingface.expressions import Expression, Lookups, Reader, are_current
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 _Q, _K, _COS, _SIN = ("q",), ("k",), ("cos",), ("sin",)
@@ -136,9 +130,9 @@ class _Reader(Reader):
                 return ("half", of(node.left))
         elif isinstance(node, ast.Subscript):
             base, index = of(node.value), node.slice
-            if base[0] == "shape" and text_of_node(index) == "-1":
+            if base[0] == "shape" and ast.unparse(index) == "-1":
                 return ("width", base[1])
-            if isinstance(index, ast.Tuple) and len(index.elts) == 2 and text_of_node(index.elts[0]) == "...":
+            if isinstance(index, ast.Tuple) and len(index.elts) == 2 and ast.unparse(index.elts[0]) == "...":
                 part = index.elts[1]
                 if isinstance(part, ast.Slice) and part.step is None:
                     return ("columns", base, of(part.lower), of(part.upper))
