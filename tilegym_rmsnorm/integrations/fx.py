@@ -76,10 +76,8 @@ def annotate_rmsnorm_for_regional_inductor_pass(
         region = {"inductor_region": f"tilegym_rmsnorm_{number}"} if one_region_each else {}
         for node in (norm, *filter(_is_getitem, norm.users)):
             # A new dict: nodes that `torch.fx.traceback.annotate` marked may share one.
-            node.meta["custom"] = {
-                **(node.meta.get("custom") or {}),
-                "compile_with_inductor": {**mark, **region},
-            }
+            others = node.meta.get("custom") or {}
+            node.meta["custom"] = {**others, "compile_with_inductor": {**mark, **region}}
     _log.log(logging.INFO if norms else logging.DEBUG, "marked %d fused norms for Inductor", len(norms))
     return gm
 

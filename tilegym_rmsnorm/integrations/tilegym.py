@@ -90,8 +90,7 @@ def rms_norm_backward_workspace_bytes(
     counts, so twice the bytes allocated. Follows the plan of backend "cutile"; 0 where one block does it all.
 
     Args:
-        M: Rows.
-        N: Elements of a row.
+        M, N: Rows, and elements of a row.
         dtype: The dtype of x and weight: float16, bfloat16 or float32.
         device: A CUDA device, or `"cpu"`: the interpreter's device, of 3 SMs. None: the current CUDA device, or the
             interpreter's where there is none.
@@ -268,9 +267,8 @@ def _dispatcher() -> Any:
         raise ImportError(
             "register needs TileGym, which is not installed. To mend it: pip install tilegym"
         ) from error
-    if not hasattr(dispatcher, "register_impl") or not isinstance(
-        getattr(dispatcher, "_REGISTRY", None), dict
-    ):
+    has_registry = isinstance(getattr(dispatcher, "_REGISTRY", None), dict)
+    if not has_registry or not hasattr(dispatcher, "register_impl"):
         raise RuntimeError(
             f"register knows the registry of TileGym 1.5.1, which {REGISTRY} of this release does not have"
         )

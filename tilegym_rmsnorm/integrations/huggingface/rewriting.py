@@ -87,13 +87,9 @@ def assigned(statement: ast.stmt) -> tuple[str, ast.expr | None]:
 
 def called_child(node: ast.AST | None, module: str = "self") -> str:
     """Return NAME of a call `self.NAME(...)`; "" of anything else. module: the name for self."""
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == module
-    ):
-        return node.func.attr
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        owner = node.func.value
+        return node.func.attr if isinstance(owner, ast.Name) and owner.id == module else ""
     return ""
 
 

@@ -54,14 +54,8 @@ _TORCH = (
     "softmax split square squeeze sqrt stack sum tanh tensor transpose tril triu unbind unsqueeze where zeros "
     "zeros_like"
 )
-_FUNCTIONS: frozenset[Any] = frozenset(
-    [
-        *_ITERATING,
-        *(abs, bool, float, id, int, len, range, slice, str),
-        *(getattr(torch, name) for name in _TORCH.split()),
-        *(functional.pad, functional.softmax),
-    ]
-)
+_FUNCTIONS: frozenset[Any] = _ITERATING | {abs, bool, float, id, int, len, range, slice, str}
+_FUNCTIONS |= {functional.pad, functional.softmax, *(getattr(torch, name) for name in _TORCH.split())}
 _NOT_GIVEN = frozenset([None, "out", "inplace", "key"])  # by name, or in **named
 _OPERATORS: tuple[Any, ...] = ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp
 _OPERATORS += ast.Subscript, ast.Slice, ast.FormattedValue
