@@ -111,6 +111,9 @@ class _Norm(nn.Module):
         self.casting_mode, self.in_place = casting_mode, in_place
         self.weight = nn.Parameter(INITIAL[init_fn](torch.empty(shape)))
 
+    def extra_repr(self) -> str:
+        return f"eps={self.variance_epsilon}, offset={self.offset}, in_place={self.in_place}"
+
 
 class LigerRMSNorm(_Norm):
     """`liger_kernel.transformers.LigerRMSNorm`, with the same parameters, attributes and state dict.
@@ -155,10 +158,7 @@ class LigerRMSNorm(_Norm):
 
     def extra_repr(self) -> str:
         shape = None if self.weight is None else tuple(self.weight.shape)
-        return (
-            f"weight_shape={shape}, eps={self.variance_epsilon}, offset={self.offset}, "
-            f"in_place={self.in_place}, row_mode={self.row_mode}"
-        )
+        return f"weight_shape={shape}, {super().extra_repr()}, row_mode={self.row_mode}"
 
 
 class _OfAModel(LigerRMSNorm):
@@ -267,10 +267,7 @@ class LigerFusedAddRMSNorm(_Norm):
         )
 
     def extra_repr(self) -> str:
-        return (
-            f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, offset={self.offset}, "
-            f"in_place={self.in_place}"
-        )
+        return f"{tuple(self.weight.shape)}, {super().extra_repr()}"
 
 
 def apply_to(model: nn.Module) -> list[str]:
