@@ -249,9 +249,7 @@ def _unified(pattern: Any, found: Any, fields: dict[str, Any]) -> Iterator[dict[
         yield from _unified_all(pattern, found, fields)
 
 
-def _unified_all(
-    patterns: tuple[Any, ...], found: tuple[Any, ...], fields: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def _unified_all(patterns: Expression, found: Expression, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if not patterns:
         yield fields
         return

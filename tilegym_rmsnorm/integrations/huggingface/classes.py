@@ -45,8 +45,7 @@ def loaded_class(base: type, patch: Any) -> type:
 
 
 class _Unseen(torch.nn.Module):
-    """First base of a patched class while the class is made, so that no __init_subclass__ of its own base registers or
-    refuses it."""
+    """First base of a patched class while it is made: no __init_subclass__ of its own base registers or refuses it."""
 
     def __init_subclass__(cls) -> None:
         pass

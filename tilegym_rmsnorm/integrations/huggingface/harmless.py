@@ -85,7 +85,5 @@ def _has_plain_attributes(owner: Any, name: str) -> bool:
 
 def _computes_attributes(cls: type) -> bool:
     """Return whether a class of modules has properties, or a __getattr__ of its own."""
-    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    return any(
-        "__getattr__" in vars(each) or any(map(inspect.isdatadescriptor, vars(each).values())) for each in own
-    )
+    own = map(vars, cls.__mro__[: cls.__mro__.index(nn.Module)])
+    return any("__getattr__" in each or any(map(inspect.isdatadescriptor, each.values())) for each in own)

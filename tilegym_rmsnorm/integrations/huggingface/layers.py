@@ -165,9 +165,8 @@ def _only_computes(node: ast.AST, names: set[str]) -> bool:
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CALLED:
         read = [node.func.value]
         parts = [*read, *node.args, *node.keywords]
-    return all(
-        _only_computes(each, names) for each in parts if not (each in read and isinstance(each, ast.Name))
-    )
+    inside = (each for each in parts if not (each in read and isinstance(each, ast.Name)))
+    return all(_only_computes(each, names) for each in inside)
 
 
 def has_sum(cls: type) -> bool:

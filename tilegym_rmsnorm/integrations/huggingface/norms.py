@@ -230,8 +230,7 @@ def why_no_call(norm: torch.nn.Module, match: Match, shape: torch.Size, dtype: t
 
 
 def why_apart(norm: Any) -> str:
-    """Say why a norm of ours would run apart from what it is fused with if it were called now; "" if nothing is known
-    that would make it."""
+    """Say why a norm of ours would run apart from what it is fused with if called now; "" if no reason is known."""
     patch = norm_patch(norm)
     if patch is None or (reason := why_watched(norm)):
         return "it is not patched" if patch is None else reason

@@ -50,9 +50,7 @@ class Rotary(NamedTuple):
 
 
 def read_rotary(rotary: Any, given: list[Any], named: dict[str, Any]) -> Rotary:
-    """Read a rotary embedding. Raise `Unclear` where it is none that is known.
-
-    given, named: its arguments besides q, k, cos and sin, all of them constants."""
+    """Read a rotary embedding, or raise `Unclear`. given, named: its constant arguments besides q, k, cos and sin."""
     constants = [("const", value) for value in given]
     options = {name: ("const", value) for name, value in named.items()}
     lookups: Lookups = []
