@@ -178,10 +178,12 @@ class _Run(ast.NodeVisitor):
         function = node.func
         values = [self.held(each) for each in (*node.args, *(word.value for word in node.keywords))]
         every = _NONE.union(*values)
-        # Submodules that are called, or passed to a function that calls them, as to checkpoint.
-        for called in self.held(function) | every:
-            if isinstance(called, _Of) and called.path:
-                self.read(called.path, every - {called}, node)
+        # Submodules that are called, or passed to a function that calls them, as to checkpoint: in any order.
+        paths = sorted(
+            each.path for each in self.held(function) | every if isinstance(each, _Of) and each.path
+        )
+        for path in (*paths, *paths[-2::-1]):
+            self.read(path, every - {_Of(path)}, node)
         name = _name(function)
         is_change = name.endswith("_") and not name.endswith("__") and name not in _NOT_CHANGES
         if is_change or (name == "fill" and isinstance(function, ast.Attribute)):  # of an array of NumPy
