@@ -234,10 +234,9 @@ def test_settings_of_the_process(op, kind, setting, backend):
         found = all_results()
     finally:
         setting(usual)
+        # get_default_device() of torch 2.9 would fail from now on
         if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", True) is None:
-            del (
-                torch._GLOBAL_DEVICE_CONTEXT.device_context
-            )  # get_default_device() of torch 2.9 would fail from now on
+            del torch._GLOBAL_DEVICE_CONTEXT.device_context
     assert [each.device for each in found] == [each.device for each in expected]
     assert_same_bits(found, expected)
 

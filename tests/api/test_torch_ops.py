@@ -109,6 +109,7 @@ def test_rstd_is_shaped_as_aten_s():
     for dims, shape in ((1, (3, 4, 1)), (2, (3, 1, 1)), (3, (1, 1, 1))):
         for added in (None, residual):
             assert FORWARD(x, added, None, None, dims, *PLAIN)[1].shape == shape
+    assert FORWARD(x[:0], None, None, None, 2, *PLAIN)[1].shape == (0, 1, 1)
     aten = torch.ops.aten._fused_rms_norm.default(x, [4, 8], None, 1e-3)[1]
     assert aten.shape == (3, 1, 1)
     torch.testing.assert_close(FORWARD(x, None, None, None, 2, *PLAIN)[1], aten)

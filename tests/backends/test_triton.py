@@ -117,29 +117,53 @@ def test_a_margin_of_all_sms_is_refused_before_any_launch(monkeypatch):
 
 @needs_kernels
 def test_arguments_are_named_as_parameters(monkeypatch):
-    """Launches look arguments up by these names: another would reach no kernel."""
+    """Launches look arguments up by these names: another would reach no kernel, and one that is left out is None."""
     from tilegym_rmsnorm.backends.triton import host, launch
+    from tilegym_rmsnorm.backends.triton.rows import stride_names
 
-    names, run = set(), host.run
+    absent, run = {}, host.run
 
     def checked(device, *launches):
         for kernel, _, arguments, _ in launches:
-            names.update(arguments)
             assert not arguments.keys() - set(kernel.arg_names)
+            name, without = (
+                arguments.get("KERNEL"),
+                {each for each in kernel.arg_names if arguments.get(each) is None},
+            )
+            absent[name] = absent.get(name, without) & without
         run(device, *launches)
 
     monkeypatch.setattr(host, "run", checked)
-    variant = Variant(BF16, (1, 2, 3, 20000), weight="heads", bias_dtype=FP32, residual_dtype=FP32, alpha=0.5)
-    inputs = variants.make(variant)
-    x, weight, bias, residual, dy, d_residual_out = inputs
-    spec = variants.spec_of(variant)
-    _, rstd, residual_out = launch.rms_norm_forward(spec, (x, weight, bias, residual))
-    tensors = residual_out, dy, weight, rstd, d_residual_out
-    launch.rms_norm_backward(spec, tensors, variants.wanted_of(variant))
+    for n in (64, 9000, 20000):
+        size = (1, 2, 3, n)
+        variant = Variant(BF16, size, weight="heads", bias_dtype=FP32, residual_dtype=FP32, alpha=0.5)
+        x, weight, bias, residual, dy, d_residual_out = variants.make(variant)
+        spec = variants.spec_of(variant)
+        _, rstd, residual_out = launch.rms_norm_forward(spec, (x, weight, bias, residual))
+        tensors = residual_out, dy, weight, rstd, d_residual_out
+        launch.rms_norm_backward(spec, tensors, variants.wanted_of(variant))
     call = rope_cases.make(RopeCase(positions="each"), DEVICE)
     launch.qk_norm_rope_forward(call.spec, call.tensors)
     launch.qk_norm_rope_backward(call.spec, call.backward_tensors, call.wanted)
-    assert {"c_ptr", "d_residual_out_row_stride", "second_P", "positions_ptr"} <= names
+    of_backward = {
+        "d_residual_out_ptr",
+        "d_residual_ptr",
+        "dx_ptr",
+        "dw_partial_ptr",
+        "db_partial_ptr",
+        "alpha",
+    }
+    of_gradients = {f"d{each}_{of}_ptr" for each in "qk" for of in ("out", "weight_partial")}
+    assert absent == {
+        None: set(),  # sum_partials
+        "forward_rows": set(),
+        "forward_reread": {"M"},
+        "backward_dx": set(),
+        "backward_dx_reread": {"c_ptr"},
+        "backward_c": {"M", *of_backward, *stride_names("d_residual_out")},
+        "rope_forward": {"STAGES", "q_programs", *of_gradients, *stride_names("dq_out", "dk_out")},
+        "rope_backward": set(),
+    }
 
 
 @needs_kernels

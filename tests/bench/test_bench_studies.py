@@ -153,10 +153,10 @@ def test_every_shape_is_kept():
 
 def test_a_wrong_plan_is_found_and_not_timed(tmp_path, monkeypatch, capsys):
     """The whole command and the kernels, without a GPU in the interpreter: of a cell's rows they get four."""
-    launch = pytest.importorskip("tilegym_rmsnorm.backends.cutile.launch", exc_type=ImportError)
+    norm = pytest.importorskip("tilegym_rmsnorm.backends.cutile.host.norm", exc_type=ImportError)
     from cutile_runs import set_launcher
 
-    class WrongWhereSlabsHave512Rows(launch.Launcher):
+    class WrongWhereSlabsHave512Rows(norm.Launcher):
         def __call__(self, *arguments):
             dx, d_residual, dw, db = super().__call__(*arguments)
             return dx, d_residual, dw * 1.1 if getattr(self.plan.first, "slab", 0) == 512 else dw, db
@@ -233,11 +233,11 @@ def test_a_cell_without_a_time_is_a_dash():
 
 
 def test_a_split_by_the_users_tables_is_nothing_to_compare_with(monkeypatch):
-    launch = pytest.importorskip("tilegym_rmsnorm.backends.cutile.launch", exc_type=ImportError)
+    norm = pytest.importorskip("tilegym_rmsnorm.backends.cutile.host.norm", exc_type=ImportError)
     cell = launches.Plans.__new__(launches.Plans)
     cell.shape, cell.bench = (1040, 16), SimpleNamespace(device=this_device())
     few = cell.make_providers("split")[0].backward.args[0].plan
-    monkeypatch.setattr(launch, "plan_for", lambda problem: few)
+    monkeypatch.setattr(norm, "plan_for", lambda problem: few)
     with pytest.raises(
         ValueError, match="selected: expected two kernels to compare with, got backward_split"
     ):

@@ -35,12 +35,16 @@ def test_configs_cover_every_row_and_column(sm_count):
     for n in WIDTHS:
         forward = forward_config(n)
         assert covers(forward.tile, n)
-        assert forward.kernel == "forward_rows" or forward.tile.rows == 1
+        if forward.kernel == "forward_rows":
+            assert forward.tile.strips == 1
+        else:
+            assert forward.kernel == "forward_reread" and forward.tile.rows == forward.tile.tiles == 1
         for m in BATCHES:
             plan = backward_config(m, n, sm_count)
             assert covers(plan.tile, n) and (plan.c_tile is None or covers(plan.c_tile, n))
-            assert plan.kernel != "backward_dx_reread" or plan.tile.rows == 1
+            assert plan.kernel == "backward_dx" or plan.tile.rows == plan.tile.strips == 1
             assert (plan.c_tile is None) == (plan.tile.strips == 1)
+            assert plan.c_tile is None or plan.c_tile.rows == plan.c_tile.tiles == 1
             steps = -(-m // plan.tile.rows)
             assert 1 <= plan.walks <= steps, "a walk without a row costs a row of dw_partial for nothing"
             grids = -(-m // forward.tile.rows), plan.walks * plan.tile.strips

@@ -7,7 +7,8 @@ Use it for an op whose library ops take the tensors of a backend in its order, t
 the backend. The backward takes one number before these: which gradients are wanted. Here `tensors` are such tensors,
 and `options` all that is behind them.
 
-ops/norm/eager.py, which does the same for the norm, says why a backward checks its tensors.
+Under create_graph PyTorch's operations compute gradients, which are differentiable again. Hooks or `tensor.data = ...`
+may have changed saved tensors since the forward, so a backward that is not known checks all of them.
 """
 
 from __future__ import annotations

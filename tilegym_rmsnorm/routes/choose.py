@@ -5,8 +5,8 @@
 
     KERNELS      a backend runs the call on plain tensors (call/tensors.py): eager calls, float64 by backend "torch"
     OP           a library op replaces the call (op.py of the op): in graphs, for DTensors, and under dispatch modes
-    OPERATIONS   PyTorch's differentiable operations compute the call: in transforms, for
-                 tensors that neither takes, and with backend="torch" in place of OP
+    OPERATIONS   PyTorch's differentiable operations compute the call: in transforms, for tensors that
+                 neither takes, and with backend="torch" in place of OP
     UNTRACED     torch.compile breaks its graph, and the call runs eagerly: a kernel was asked for by name, and no op
                  can replace the call
 

@@ -284,4 +284,5 @@ def backward(
         if KERNEL == "backward_dx":
             backward_dx(arrays, scale, rstd_ptr, c_ptr, outputs, partials, walker, (M, T, H), FORM, TILE)
         else:
+            tl.static_assert(KERNEL == "backward_dx_reread")
             backward_dx_reread(arrays, scale, rstd_ptr, outputs, partials, walker, (M, T, H), FORM, TILE)

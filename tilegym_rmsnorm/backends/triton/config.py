@@ -10,7 +10,7 @@ weight and dw sums), so that 16 warps fit an SM, and gives each thread 32 bytes 
 Only rows that vector loads cannot take (N not a multiple of 8) need up to 200, and then half as many warps fit.
 
 Registers and spills here and in each op's config are ptxas's, for sm_90 and from Triton 3.6 and 3.9 where nothing else
-is said. Of these choices BACKWARD_REGISTERS alone was timed.
+is said. Of these choices BACKWARD_REGISTERS of one of them alone was timed.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def backward_config(
     """Configure a backward of M rows of N elements, or M a head where each has its own weight and walks. All programs
     are resident at once, on `sms_left` of the SMs (None: all), and as few as leave the longest walk no longer.
 
-    A program reads whole rows once, or one whole row at a time, again (from cache) once c is known, or, after a kernel
-    for c, a strip of each row."""
+    backward_dx reads whole rows once or, after backward_c, a strip of each row. backward_dx_reread reads one whole row
+    at a time, and again (from cache) once c is known."""
     kernel, c_tile, num_warps = "backward_dx", None, warps(N, BACKWARD_MIN_WARPS)
     if N <= BACKWARD_HELD:
         tile = Tile(_rows(N, BACKWARD_TILE), *_tiles(N), stages=2)

@@ -74,7 +74,7 @@ class RopeBackwardConfig:
     walks: tuple[int, ...]
     programs: tuple[int, ...]
     num_warps: int
-    num_stages: int  # as in BackwardConfig
+    num_stages: int  # as `stages` of Tile (config.py)
     dw_width: int
 
 
@@ -82,7 +82,7 @@ def rope_form(D: int, R: int, **flags: bool) -> RopeForm:
     """flags: those of RopeForm."""
     rest = D - R
     power = config.power_of_two(rest) if rest else 0
-    # Narrower than those of `_tiles`: other heads of the tile keep the threads busy.
+    # Narrower than those of `_tiles` in config.py: other heads of the tile keep the threads busy.
     width, tiles = (power // 4, 3) if power >= 64 and 4 * rest <= 3 * power else (power, min(rest, 1))
     return RopeForm(D, R, **flags, half=config.power_of_two(R // 2), rest=width, rests=tiles)
 

@@ -167,4 +167,5 @@ def forward(
     if KERNEL == "forward_rows":
         forward_rows(source, scale, bias_ptr, y_ptr, rstd_ptr, rows, M, eps, FORM, TILE)
     else:
+        tl.static_assert(KERNEL == "forward_reread")
         forward_reread(source, scale, bias_ptr, y_ptr, rstd_ptr, rows, eps, FORM, TILE)

@@ -63,10 +63,10 @@ def options(num_warps: int, contracts: bool = True, most_registers: int | None =
     fuses them, and so drops a rounding. most_registers: per thread. Triton's compiler for AMD has no such option, and
     refuses what it does not know.
     """
-    options = {"num_warps": num_warps, "enable_fp_fusion": contracts}
+    found = {"num_warps": num_warps, "enable_fp_fusion": contracts}
     if most_registers is not None and torch.version.hip is None:
-        options["maxnreg"] = most_registers
-    return options
+        found["maxnreg"] = most_registers
+    return found
 
 
 def empty(beside: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Any:

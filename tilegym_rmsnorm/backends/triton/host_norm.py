@@ -67,7 +67,8 @@ def launch_backward(
     dw, db = host.empty(x, vector, None if weight is None else wanted.dw), host.empty(x, vector, wanted.db)
     dw_partial, db_partial = host.empty_partials(dw, config.walks), host.empty_partials(db, config.walks)
     arguments = _arguments(config, spec, weight, x=x, dy=dy)
-    arguments["rstd_ptr"], options = rstd, host.options(config.num_warps)
+    arguments["rstd_ptr"] = rstd
+    options = host.options(config.num_warps)
     launches = []
     if config.c_tile is not None:
         arguments["c_ptr"] = torch.empty_like(rstd)

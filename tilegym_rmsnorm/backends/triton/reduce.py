@@ -35,8 +35,8 @@ def sum_partials(
     second_P,
     SECOND_N: tl.constexpr,
 ):
-    """Grid: (cdiv(N, WIDTH), 1), or 2 where there is a second sum, for the larger N: all columns, of all
-    heads where each has its own weight."""
+    """Grid: (cdiv(N, WIDTH), 1), or 2 where there is a second sum, for the larger N: all columns, of all heads
+    where each has its own weight."""
     if second_sum_ptr is None:
         sum_columns(partial_ptr, sum_ptr, P, N, ROWS, WIDTH)
     else:

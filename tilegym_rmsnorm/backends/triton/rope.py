@@ -389,6 +389,8 @@ def rope(
     program = tl.program_id(0)
     if KERNEL == "rope_forward":
         q_programs = count_tiles(M, q_H, Q)
+    else:
+        tl.static_assert(KERNEL == "rope_backward")
     _, cos_stride, sin_stride = aligned(0, cos_row_stride, sin_row_stride, TABLE_ALIGN)
     tables = cos_ptr, sin_ptr, cos_stride, sin_stride, table_batch_stride, table_rows
     call = tables, positions_ptr, M, T, eps, offset

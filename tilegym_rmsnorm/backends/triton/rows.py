@@ -10,8 +10,7 @@ Rows are numbered in the order of a contiguous array. Those of an array (M, N) a
 Those of (B, T, H, N), where H is not None, have a stride for each dimension, of which the row stride is the last: row
 (b * T + t) * H + h lies at (b, t, h). A place is this triple, or three times the row's number where H is None.
 
-An absent array is None, and kernels ask for it themselves: Triton 3.6 compiles no function that returns None, or a
-tuple that holds it.
+An absent array is None, and kernels ask for it themselves: Triton 3.6 compiles no function that returns None.
 
 FORM.is_per_head: weight and bias are (H, N). Then a program keeps to the rows of one head, and its weight is a vector
 again.
@@ -29,7 +28,7 @@ def stride_names(*arrays: str) -> list[str]:
 
 
 def kernel_name(specialization) -> str:
-    """Name what is compiled as KERNEL says, which picks one of several functions."""
+    """Return KERNEL, so that profilers show the function that runs."""
     return specialization.constants["KERNEL"]
 
 

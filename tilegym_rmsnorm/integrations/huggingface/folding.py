@@ -118,7 +118,8 @@ def _normalized(norm: Any, x: Any, is_turned: bool) -> Any:
 def _call_of(
     q_norm: Any, k_norm: Any, q: Any, k: Any, cos: Any, sin: Any, known: Rotary, is_turned: tuple[bool, bool]
 ) -> tuple[NormPatch, Call, Call] | _Apart:
-    """Return how both norms are computed; or say what of the norms or the tensors rules out one call."""
+    """Return how both norms are computed; or say why no one call does it: where the norms are watched or differ in more
+    than their weights, or the shapes of the tensors do not fit."""
     norms = q_norm, k_norm
     patch = norm_patch(q_norm)
     if patch is None or norm_patch(k_norm) is not patch:

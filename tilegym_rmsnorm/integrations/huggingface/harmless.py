@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Recognize modules and attributes that change nothing, where code that unchanging.py checked calls and reads them."""
+"""Recognize modules and attributes that the code which unchanging.py checks may call or read: they change nothing."""
 
 from __future__ import annotations
 

@@ -63,9 +63,12 @@ class Launcher:
         self.launches_for = functools.lru_cache(maxsize=4096)(self._launches_for)
 
     def __call__(self, spec: Any, tensors: Any, *wanted: Any) -> Any:
-        run = self.description.bind(self, spec, tensors, *wanted)
+        run = self.bind(spec, tensors, *wanted)
         assert run is not None
         return run(tensors)
+
+    def bind(self, spec: Any, tensors: Any, *wanted: Any) -> Callable[[Any], Any] | None:
+        return self.description.bind(self, spec, tensors, *wanted)
 
     def _launches_for(self, *extents: Any) -> tuple[Launch, tuple[int, ...], Any]:
         """Return `bind_launches` of the plan's sizes for these extents, and the sizes."""
@@ -108,7 +111,7 @@ def bind(
 ) -> Callable[[Any], Any] | None:
     """Bind a call as contract.py says; None where no kernel takes it."""
     launcher = find(description, machine, spec, tensors, *wanted)
-    return None if launcher is None else description.bind(launcher, spec, tensors, *wanted)
+    return None if launcher is None else launcher.bind(spec, tensors, *wanted)
 
 
 @functools.cache
