@@ -237,7 +237,13 @@ def rms_norm_forward(
         weight: Shape `(N,)`, or `(H, N)` where x's dimension before the last is H, or None.
         eps: As for `rms_norm`.
         bias: weight's shape, `(N,)` without a weight, or None.
-        offset, residual, residual_alpha, residual_dtype, out_dtype, casting, backend: As for `rms_norm`.
+        offset: As for `rms_norm`.
+        residual: As for `rms_norm`.
+        residual_alpha: As for `rms_norm`.
+        residual_dtype: As for `rms_norm`.
+        out_dtype: As for `rms_norm`.
+        casting: As for `rms_norm`.
+        backend: As for `rms_norm`.
 
     Returns:
         y, of x's shape and out_dtype, and rstd, of shape `(M,)`, float32 (float64 where the normalized tensor is
@@ -327,7 +333,8 @@ def rms_norm_backward(
         dy: The gradient of y, of x's shape and device; any floating dtype, any strides.
         weight: The forward's: shape `(N,)`, or `(H, N)`, or None.
         rstd: The forward's: shape `(M,)`.
-        offset, casting: The forward's.
+        offset: The forward's.
+        casting: The forward's.
         d_residual_out: The gradient of residual_out, which is added to dx; shape and dtypes as for dy. None: nothing is
             added.
         dw_dtype: The dtype of dw and db: `torch.float32` where main gradients are accumulated. None: weight's, without
@@ -434,8 +441,11 @@ def rms_norm_backward_torch(
         dy: x's shape and device; any floating dtype.
         weight: Shape `(N,)`, or `(H, N)` where x's dimension before the last is H, or None.
         rstd: Shape `(M,)`, as `compute_rms_norm_rstd_torch` gives it.
-        offset, casting: As for `rms_norm`.
-        d_residual_out, dw_dtype, needs_db: As for `rms_norm_backward`.
+        offset: As for `rms_norm`.
+        casting: As for `rms_norm`.
+        d_residual_out: As for `rms_norm_backward`.
+        dw_dtype: As for `rms_norm_backward`.
+        needs_db: As for `rms_norm_backward`.
 
     Returns:
         dx and dw as `rms_norm_backward` returns them, with needs_db also db.

@@ -115,8 +115,16 @@ def rms_norm_rope(
     Args:
         x: As q of `qk_norm_rope`: shape `(B, T, H, D)` or `(T, H, D)`.
         weight: Shape `(D,)` or `(H, D)`, or None.
-        cos, sin, eps, offset, rotary_dim, interleaved, position_ids: As for `qk_norm_rope`.
-        casting, rope_rounding, backend: As for `qk_norm_rope`.
+        cos: As for `qk_norm_rope`.
+        sin: As for `qk_norm_rope`.
+        eps: As for `qk_norm_rope`.
+        offset: As for `qk_norm_rope`.
+        rotary_dim: As for `qk_norm_rope`.
+        interleaved: As for `qk_norm_rope`.
+        position_ids: As for `qk_norm_rope`.
+        casting: As for `qk_norm_rope`.
+        rope_rounding: As for `qk_norm_rope`.
+        backend: As for `qk_norm_rope`.
 
     Returns:
         y, contiguous, of x's shape and dtype.

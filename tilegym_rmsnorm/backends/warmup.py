@@ -54,7 +54,8 @@ def warmup(
         bias: The dtype of bias. None: no bias.
         residual: The dtype of residual. None: no residual.
         residual_alpha: As for `rms_norm`; only whether it is 1 matters.
-        residual_dtype, out_dtype: As for `rms_norm`.
+        residual_dtype: As for `rms_norm`.
+        out_dtype: As for `rms_norm`.
         heads: H of weight and bias of shape `(H, n)`, as those of `RMSNorm(heads=H)`, on x of shape `(*, H, n)`.
         strided_heads: H of x of shape `(*, H, n)` beside a weight of shape `(n,)`: also compile for x, residual or
             gradients that are not contiguous, such as q in `qkv[:, :, 0]`. `heads` includes such calls. Either way n
@@ -125,7 +126,8 @@ def warmup_rope(
         heads: Hq.
         k_heads: Hk. None: calls of `rms_norm_rope`.
         per_head: The weights have shape `(H, D)`.
-        rotary_dim, interleaved: As for `qk_norm_rope`.
+        rotary_dim: As for `qk_norm_rope`.
+        interleaved: As for `qk_norm_rope`.
         table_dtype: The dtype of cos and sin. None: float32.
         half_tables: cos and sin have R / 2 columns.
         positions: The number of rows of cos and sin beside position_ids. None: no position_ids.

@@ -55,7 +55,10 @@ def fused_rms_norm(
     """Compute `fused_rms_norm_affine`, with its errors, without a weight.
 
     Args:
-        input, normalized_shape, eps, memory_efficient: As for `fused_rms_norm_affine`.
+        input: Shape `(*, *normalized_shape)`.
+        normalized_shape: The last dimensions.
+        eps: Added to the mean of squares.
+        memory_efficient: No effect.
     """
     return _rms_norm(input, None, normalized_shape, eps, None)
 
@@ -70,7 +73,11 @@ def mixed_dtype_fused_rms_norm_affine(
     """Compute `fused_rms_norm_affine`, with its errors, and y in weight's dtype.
 
     Args:
-        input, weight, normalized_shape, eps, memory_efficient: As for `fused_rms_norm_affine`.
+        input: Shape `(*, *normalized_shape)`.
+        weight: Shape `normalized_shape`.
+        normalized_shape: The last dimensions.
+        eps: Added to the mean of squares.
+        memory_efficient: No effect.
     """
     check_tensor("weight", weight)
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
@@ -150,7 +157,9 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """`apex.normalization.MixedFusedRMSNorm`, which Megatron uses: `FusedRMSNorm` with y in weight's dtype.
 
     Args:
-        normalized_shape, eps, memory_efficient: As for `FusedRMSNorm`.
+        normalized_shape: The last dimensions of input.
+        eps: Added to the mean of squares.
+        memory_efficient: No effect.
         **kwargs: Only `elementwise_affine=True`, with a warning.
 
     Raises:

@@ -55,7 +55,11 @@ def gemma_rmsnorm(
     """Compute `rmsnorm`, with its errors and 1 added to weight.
 
     Args:
-        input, weight, eps, out, enable_pdl: As for `rmsnorm`.
+        input: Shape `(*, N)`.
+        weight: Shape `(N,)`.
+        eps: Added to the mean of squares.
+        out: As for `rmsnorm`.
+        enable_pdl: No effect.
     """
     return _rmsnorm(input, weight, eps, out, 1.0)
 
@@ -87,7 +91,11 @@ def gemma_fused_add_rmsnorm(
     """Compute `fused_add_rmsnorm`, with its errors and 1 added to weight.
 
     Args:
-        input, residual, weight, eps, enable_pdl: As for `fused_add_rmsnorm`.
+        input: Shape `(*, N)`; changed in place.
+        residual: Shape of input; changed in place.
+        weight: Shape `(N,)`.
+        eps: Added to the mean of squares.
+        enable_pdl: No effect.
     """
     _fused_add_rmsnorm(input, residual, weight, eps, 1.0)
 

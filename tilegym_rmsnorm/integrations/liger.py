@@ -47,7 +47,8 @@ def liger_rms_norm(
         casting_mode: `"llama"`: `X * rstd` is rounded to X's dtype before the weight. `"gemma"`: only the result is
             rounded. `"none"`: as `"gemma"`; Liger itself computes 16-bit X in 16 bits, which is less exact. Or Liger's
             numbers for these, 0, 1 and -1.
-        in_place, row_mode: No effect: incoming gradients are not overwritten.
+        in_place: No effect: incoming gradients are not overwritten.
+        row_mode: No effect.
 
     Returns:
         Y, of X's shape and dtype.
@@ -74,7 +75,11 @@ def liger_fused_add_rms_norm(
     Args:
         X: Shape `(*, N)`.
         R: The residual, of X's shape.
-        W, eps, offset, casting_mode, in_place: As for `liger_rms_norm`.
+        W: As for `liger_rms_norm`.
+        eps: As for `liger_rms_norm`.
+        offset: As for `liger_rms_norm`.
+        casting_mode: As for `liger_rms_norm`.
+        in_place: No effect.
 
     Returns:
         `(Y, X + R)`, both of X's shape and dtype.
@@ -124,7 +129,8 @@ class LigerRMSNorm(_Norm):
         offset: Added to the weight: 1 for Gemma.
         casting_mode: As for `liger_rms_norm`.
         init_fn: Initial values of the weight: `"ones"` or `"zeros"`.
-        in_place, row_mode: No effect.
+        in_place: No effect.
+        row_mode: No effect.
         elementwise_affine: Whether there is a weight.
 
     Raises:
@@ -247,7 +253,12 @@ class LigerFusedAddRMSNorm(_Norm):
     the sum.
 
     Args:
-        hidden_size, eps, offset, casting_mode, init_fn, in_place: As for `LigerRMSNorm`.
+        hidden_size: Elements of a row.
+        eps: Added to the mean of squares.
+        offset: Added to the weight: 1 for Gemma.
+        casting_mode: As for `liger_rms_norm`.
+        init_fn: Initial values of the weight: `"ones"` or `"zeros"`.
+        in_place: No effect.
     """
 
     def __init__(

@@ -99,12 +99,13 @@ def rmsnorm_bwd(
 
     Args:
         x: The forward's x, or with a residual the sum that the forward returned. Shape `(*, N)`.
-        weight, weight_offset: The forward's.
+        weight: The forward's weight.
         dout: The gradient of y, of x's shape.
         rstd: The forward's rstd, of x's shape without the last dimension.
         dresidual_out: The gradient of residual_out, of x's shape, which is added to dx. None: 0.
         has_bias: Return db.
         has_residual: Whether the forward had a residual.
+        weight_offset: The forward's weight_offset.
 
     Returns:
         `(dx, dw, db, dresidual)`. dx has x's shape and dtype; dw and db have weight's, and are None where there is no
@@ -161,7 +162,8 @@ class QuackRMSNorm(module.RMSNorm):
         dim: Elements of a row.
         eps: Added to the mean of squares.
         elementwise_affine: Whether there is a weight.
-        device, dtype: Those of the weight.
+        device: The weight's device.
+        dtype: The weight's dtype.
     """
 
     def __init__(

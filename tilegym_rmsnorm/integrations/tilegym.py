@@ -90,7 +90,8 @@ def rms_norm_backward_workspace_bytes(
     counts, so twice the bytes allocated. Follows the plan of backend "cutile"; 0 where one block does it all.
 
     Args:
-        M, N: Rows, and elements of a row.
+        M: Rows.
+        N: Elements of a row.
         dtype: The dtype of x and weight: float16, bfloat16 or float32.
         device: A CUDA device, or `"cpu"`: the interpreter's device, of 3 SMs. None: the current CUDA device, or the
             interpreter's where there is none.
