@@ -22,6 +22,7 @@ from rope_calls import case, ours
 from torch import Tensor
 
 from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope
+from tilegym_rmsnorm.ops.rope.op import FORWARD
 
 
 def test_a_saved_tensor_that_changed_is_refused():
@@ -527,3 +528,14 @@ def test_no_hint_at_arguments_that_there_are_not():
     ) as raised:
         qk_norm_rope(*TENSORS, eps=TENSORS[0])
     assert "residual" not in str(raised.value)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["tables alone", "beside q"])
+@pytest.mark.parametrize("name", ["cos", "sin"])
+def test_the_op_takes_no_tables_that_require_grad(name, is_recorded):
+    """It would compute the other gradients, and none of theirs, in silence."""
+    tables = {each: torch.ones(5, 8, device=DEVICE, requires_grad=each == name) for each in ("cos", "sin")}
+    q = torch.ones(2, 5, 3, 8, device=DEVICE, requires_grad=is_recorded)
+    numbers = 1e-6, 0.0, 8, False, "once", "end", None
+    with pytest.raises(ValueError, match=f"{name}: expected a table without a gradient"):
+        FORWARD(q, None, None, None, *tables.values(), None, *numbers)
