@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Loss curves of train.py: do they agree, and how to show them.
+"""Loss curves of bench.train: do they agree, and how to show them.
 
 The measure is the largest distance between two smoothed curves (a moving average over `smoothed` steps). The noise is
-that distance between the baseline's two seeds; a backend agrees if its distance from the baseline with the same seed is
-no larger.
+that distance between the first way's two seeds; another way agrees if its distance from the first with the same seed
+is no larger.
 """
 
 from __future__ import annotations
@@ -13,18 +13,12 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.measure.provenance import one_line
 from bench.measure.shapes import Result
 from bench.report import pictures
 from bench.report.styles import style_of
-from bench.report.text import figure_text, table_text
-
-Run = dict[str, Any]
-TABLE_ROWS = 12  # of the loss table: every 25 steps of 300
 
 
 def smooth(losses: list[float], window: int) -> list[float]:
@@ -33,98 +27,63 @@ def smooth(losses: list[float], window: int) -> list[float]:
     return [(after - before) / window for before, after in zip(sums, sums[window:], strict=False)]
 
 
-def distance(left: Run, right: Run, window: int) -> float:
+def distance(left: list[float], right: list[float], window: int) -> float:
     """The largest distance between two smoothed curves; NaN if either holds a loss that is not finite."""
-    if not all(map(math.isfinite, left["losses"] + right["losses"])):
+    if not all(map(math.isfinite, left + right)):
         return math.nan
-    pairs = zip(smooth(left["losses"], window), smooth(right["losses"], window), strict=True)
+    pairs = zip(smooth(left, window), smooth(right, window), strict=True)
     return max(abs(a - b) for a, b in pairs)
 
 
-def compare(runs: list[Run], window: int) -> Result:
-    """`noise`, and by name each backend's `distances` from the baseline and whether it `agrees`. The first two runs
-    are the baseline's."""
-    baseline, other_seed, *backends = runs
-    noise = distance(baseline, other_seed, window)
-    distances = {run["name"]: distance(run, baseline, window) for run in backends}
-    return {
-        "noise": noise,
-        "distances": distances,
-        "agrees": {name: far <= noise for name, far in distances.items()},
-    }
+def losses_of(result: Result) -> dict[str, list[float]]:
+    """By name the losses of each way that has some."""
+    return {each["norm"]: each["losses"] for each in result["trained"] if "losses" in each}
 
 
-def label(run: Run, result: Result) -> str:
-    seeds = {each["seed"] for each in result["runs"] if each["name"] == run["name"]}
-    return f"{run['name']}, seed {run['seed']}" if len(seeds) > 1 else run["name"]
+def noise_of(result: Result) -> float | None:
+    """How far the first way's curves of two seeds are apart; None where it failed."""
+    first = next((each for each in result["trained"] if "other_losses" in each), None)
+    return first and distance(first["losses"], first["other_losses"], result["smoothed"])
 
 
-def loss_table(result: Result, style: str = "simple") -> str:
-    """The smoothed loss of each run, about every 25 steps."""
-    window, steps = result["setup"]["smoothed"], result["setup"]["steps"]
-    curves = [smooth(run["losses"], window) for run in result["runs"]]
-    stride = max(1, steps // TABLE_ROWS)
-    ends = [end for end in range(stride, steps + 1, stride) if end >= window]
-    rows = [[end, *(f"{curve[end - window]:.4f}" for curve in curves)] for end in ends]
-    headers = ["step", *(label(run, result) for run in result["runs"])]
-    return table_text(rows, headers, style, left=())
+def distances_of(result: Result) -> dict[str, float]:
+    """By name how far each curve is from the first one."""
+    found = losses_of(result)
+    base = next(iter(found.values()), [])
+    return {name: distance(losses, base, result["smoothed"]) for name, losses in found.items()}
 
 
-def summary_table(result: Result, style: str = "simple") -> str:
-    """Speed, memory and where each run ended."""
-    window = result["setup"]["smoothed"]
-    rows = []
-    for run in result["runs"]:
-        peak = "" if run["peak_bytes"] is None else f"{run['peak_bytes'] / 2**30:.2f}"
-        far = result["distances"].get(run["name"])
-        losses = smooth(run["losses"], window)[-1], run["validation_loss"], far
-        row = [label(run, result), f"{run['tokens_per_s']:,.0f}", peak]
-        rows.append(row + [figure_text(loss, ".4f") for loss in losses])
-    headers = ["norm", "tokens/s", "peak GiB", "training loss", "validation loss", "distance from baseline"]
-    return table_text(rows, headers, style)
-
-
-def verdict(result: Result) -> str:
-    """Say how far each curve is from the baseline's, and how far that is from its other seed's."""
-    lines = [
-        f"{name} {'agrees' if result['agrees'][name] else 'DOES NOT AGREE'} with the baseline: its curve, smoothed "
-        f"over {result['setup']['smoothed']} steps, is at most {far:.4f} away; the baseline's other seed is up to "
-        f"{result['noise']:.4f} away."
-        for name, far in result["distances"].items()
+def disagreeing(result: Result) -> list[str]:
+    """One line for each way whose curve is not finite, or farther from the first one than its other seed's."""
+    noise = noise_of(result)
+    return [
+        f"{name}: its loss curve is {far:.4f} from the first one; another seed's is {noise or math.nan:.4f} from it"
+        for name, far in distances_of(result).items()
+        if not far <= (math.inf if noise is None else noise)
     ]
-    reached = sorted({each for run in result["runs"] for each in run["norm_inputs"]})
-    return "\n".join([*lines, f"What reached the last norm: {'; '.join(reached)}."])
 
 
-def readme_section(result: Result, image: str) -> str:
-    """The result as Markdown."""
-    setup, parameters = result["setup"], result["runs"][0]["parameters"]
-    model = f"Llama of {parameters / 1e6:.0f}M parameters, {setup['steps']} steps of {setup['batch']} x "
-    model += f"{setup['length']} bytes of the Python standard library."
-    note = [f"**{result['note']}**"] if result["note"] else []
-    intro = " ".join([model, *note, f"{one_line(result)}."])
-    return f"{intro}\n\n{summary_table(result, 'pipe')}\n\n{verdict(result)}\n\n![Loss over steps]({image})"
-
-
-def plot(result: Result, path: Path) -> None:
-    """The smoothed curves, and below them how far each is from the baseline with the same seed."""
-    window = result["setup"]["smoothed"]
+def plot(result: Result, title: str, path: Path) -> None:
+    """The smoothed curves, and below them how far each is from the first one."""
+    window = result["smoothed"]
     figure = Figure(figsize=(8, 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    baseline = smooth(result["runs"][0]["losses"], window)
-    steps = range(window, result["setup"]["steps"] + 1)
-    for index, run in enumerate(result["runs"]):
-        style = {"color": style_of(run["name"]).color, "linestyle": "--" if index == 1 else "-"}
-        style["label"] = label(run, result)
-        curve = smooth(run["losses"], window)
-        above.plot(steps, curve, **style)
-        if index > 0:
-            below.plot(steps, [ours - theirs for ours, theirs in zip(curve, baseline, strict=True)], **style)
+    found = losses_of(result)
+    base = smooth(next(iter(found.values())), window)
+    curves = {name: smooth(losses, window) for name, losses in found.items()}
+    for each in result["trained"]:
+        if "other_losses" in each:
+            curves[f"{each['norm']}, another seed"] = smooth(each["other_losses"], window)
+    steps = range(window, window + len(base))
+    for name, curve in curves.items():
+        style = {"color": style_of(name.partition(",")[0]).color, "linestyle": "--" if "," in name else "-"}
+        above.plot(steps, curve, label=name, **style)
+        below.plot(steps, [ours - theirs for ours, theirs in zip(curve, base, strict=True)], **style)
     above.set_ylabel(f"training loss, mean of {window} steps")
     above.legend(frameon=False)
-    below.set_ylabel("minus baseline")
+    below.set_ylabel("minus the first")
     below.set_xlabel("step")
     for axes in (above, below):
         axes.grid(alpha=0.3)
-    pictures.describe(figure, "Training a small Llama with each RMSNorm", result)
+    pictures.describe(figure, title, result)
     pictures.save(figure, path)

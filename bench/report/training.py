@@ -1,0 +1,180 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Results of bench.train as tables.
+
+A result is the provenance of provenance.py, note, model, compiled, is_tiny, fsdp, tp, sm_margin, sizes, norms_in_model,
+flops_per_token, steps and smoothed of the loss curves, corpus_bytes, and `trained`. Each of those is
+
+norm                            the way to compute the norms; others are compared with the first
+step_s                          seconds of a step, turn by turn: the i-th of all ways were taken one after the other
+first_step_s                    seconds of the first step, with what it compiles
+graphs, graph_breaks            what Dynamo counted in the first steps, of compiled models
+peak_bytes                      most memory allocated in a step
+device_ms                       milliseconds of forward and backward by kind of kernel, see bench/train/kernels.py
+exposed_ms                      of these, communication while nothing else ran
+optimizer_ms                    milliseconds of the optimizer
+norm_kernels                    how often each of this package's kernels ran in one forward and backward
+kernels                         the longest: name, kind, count, milliseconds
+losses, other_losses            of training from one seed, and from another
+validation_loss                 afterwards, of text that was not trained on
+same_bits                       whether two deterministic runs have the same losses and parameters
+error                           why there are no figures, None where there are
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench.measure.provenance import one_line
+from bench.measure.shapes import Result
+from bench.report import curves
+from bench.report.text import figure_text, table_text
+from bench.train.kernels import APART, OURS
+from bench.train.ratios import Ratio, ratio_of
+
+# Operations per second of matrices in bfloat16, by what a GPU's name contains: without sparsity, from its data sheet.
+PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
+
+
+def stem_of(result: Result) -> str:
+    """Name a result's file: train-MODEL-MODE, with how many GPUs and what margin."""
+    parts = ["train", result["model"], "compiled" if result["compiled"] else "eager"]
+    parts += [f"{name}{result[name]}" for name in ("fsdp", "tp") if result[name] > 1]
+    parts += [f"margin{result['sm_margin']}"] if result["sm_margin"] else []
+    return "-".join(parts)
+
+
+def read(folder: Path) -> list[Result]:
+    """Read the results that a folder holds."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("train-*.json"))]
+
+
+def failures(result: Result) -> list[str]:
+    """One line for each way without figures, and for each loss curve that does not agree."""
+    failed = [f"{each['norm']}: {each['error']}" for each in result["trained"] if each["error"]]
+    return failed + curves.disagreeing(result)
+
+
+def ratios(result: Result) -> dict[str, Ratio]:
+    """By name the time of the first way over each way's."""
+    timed = {each["norm"]: each["step_s"] for each in result["trained"] if each.get("step_s")}
+    base = next(iter(timed.values()), [])
+    return {name: ratio_of(base, seconds) for name, seconds in timed.items()}
+
+
+def tokens_per_s(result: Result, one: dict[str, Any]) -> float:
+    """Tokens of all ranks in a second of the median step."""
+    sizes = result["sizes"]
+    return result["fsdp"] * sizes["batch"] * sizes["length"] / statistics.median(one["step_s"])
+
+
+def mfu(result: Result, one: dict[str, Any]) -> float | None:
+    """Return the share of the GPUs' peak rate that the model's own operations reach; None for GPUs not in PEAKS."""
+    peak = next((rate for name, rate in PEAKS.items() if name in (result["gpu"] or "")), None)
+    if peak is None:
+        return None
+    return tokens_per_s(result, one) * result["flops_per_token"] / (peak * result["fsdp"] * result["tp"])
+
+
+def rest_ms(one: dict[str, Any]) -> float | None:
+    """Sum device milliseconds of all but matrices, attention and communication."""
+    device = one.get("device_ms")
+    return device and sum(ms for kind, ms in device.items() if kind not in APART)
+
+
+def title(result: Result) -> str:
+    text = f"{result['model']}, {'compiled' if result['compiled'] else 'eager'}"
+    more = [f"{name} {result[key]}" for key, name in (("fsdp", "FSDP2"), ("tp", "TP")) if result[key] > 1]
+    more += [f"SM margin {result['sm_margin']}"] if result["sm_margin"] else []
+    return ", ".join([text, *more])
+
+
+def ratio_text(ratio: Ratio) -> str:
+    """'1.171 (1.168 to 1.175)'."""
+    return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def speed_table(result: Result) -> str:
+    """A line for each way: what a user feels."""
+    found, far = ratios(result), curves.distances_of(result)
+    rows = []
+    for each in result["trained"]:
+        if each["norm"] not in found:
+            continue
+        name = each["norm"]
+        row = [name, f"{tokens_per_s(result, each):,.0f}", ratio_text(found[name])]
+        row += [figure_text(mfu(result, each), ".1%"), gibibytes(each.get("peak_bytes"))]
+        row += [figure_text(far.get(name), ".4f"), figure_text(each.get("validation_loss"), ".4f")]
+        row += [{True: "yes", False: "no", None: ""}[each.get("same_bits")]]
+        graphs = f"{each['graphs']} ({each['graph_breaks']})" if "graphs" in each else ""
+        rows.append([*row, figure_text(each.get("first_step_s"), ".1f"), graphs])
+    headers = [
+        "norms",
+        "tokens/s",
+        "ratio, 95 % interval",
+        "MFU",
+        "peak GiB",
+        "loss: distance",
+        "validation loss",
+    ]
+    headers += ["same bits twice", "first step, s", "graphs (breaks)"]
+    return table_text(rows, headers)
+
+
+def device_table(result: Result) -> str:
+    """A line for each way: milliseconds of forward and backward on the device, by kind of kernel."""
+    kinds = list(dict.fromkeys(kind for each in result["trained"] for kind in each.get("device_ms", {})))
+    rows = []
+    base = None
+    for each in result["trained"]:
+        if "device_ms" not in each:
+            continue
+        rest = rest_ms(each) or 0.0
+        base = base or rest
+        row = [each["norm"], *(figure_text(each["device_ms"].get(kind), ".2f") for kind in kinds)]
+        row += [f"{rest:.2f}", f"{rest / base - 1:+.1%}", figure_text(each.get("exposed_ms"), ".2f")]
+        ran = ", ".join(f"{name} {count:g}" for name, count in each["norm_kernels"].items())
+        rows.append([*row, figure_text(each.get("optimizer_ms"), ".2f"), ran])
+    headers = ["norms", *kinds, "all but matmul and attention", "to the first", "exposed communication"]
+    return table_text(rows, [*headers, "optimizer", f"{OURS}, by kernel"], left=(0, len(headers) + 1))
+
+
+def gibibytes(count: int | None) -> str:
+    return figure_text(None if count is None else count / 2**30, ".2f")
+
+
+def section(result: Result) -> str:
+    """The result as Markdown."""
+    sizes = result["sizes"]
+    text = f"**{title(result)}.** {sizes['layers']} layers of width {sizes['width']}, "
+    text += f"{result['norms_in_model']} norms; {sizes['batch']} x {sizes['length']} tokens a GPU and step."
+    parts = [text, speed_table(result), device_table(result)]
+    parts += [f"{line}." for line in failures(result)]
+    parts += [f"**{result['note']}**"] if result["note"] else []
+    return "\n\n".join([*filter(None, parts), f"{one_line(result)}."])
+
+
+def table(results: list[Result]) -> str:
+    """A line for each model and way: tokens/s of both modes, as ratios to the first way of that mode."""
+    cells: dict[tuple[str, str], dict[bool, list[str]]] = {}
+    for result in results:
+        name = title({**result, "compiled": False}).replace(", eager", "")
+        for each in result["trained"]:
+            if each.get("step_s"):
+                rate = f"{tokens_per_s(result, each):,.0f}"
+                rest = figure_text(rest_ms(each), ".1f")
+                row = [
+                    rate,
+                    ratio_text(ratios(result)[each["norm"]]),
+                    rest,
+                    gibibytes(each.get("peak_bytes")),
+                ]
+                cells.setdefault((name, each["norm"]), {})[result["compiled"]] = row
+    rows = [[*key, *of.get(False, [""] * 4), *of.get(True, [""] * 4)] for key, of in cells.items()]
+    figures = ["tokens/s", "ratio", "ms of all but matmul and attention", "peak GiB"]
+    headers = [f"{mode}: {what}" for mode in ("eager", "compiled") for what in figures]
+    return table_text(rows, ["model", "norms", *headers], left=(0, 1))
