@@ -117,8 +117,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def in_a_process(model: str, compiled: bool, argv: list[str]) -> int:
-    """Measure one model and mode in a process of its own: Liger's patch changes classes of transformers, and compiled
-    models stay in memory."""
+    """Measure one model and mode in a process of its own: compiled models stay in memory."""
     mode = "--compile" if compiled else "--eager"
     others = [each for each in argv if each not in ("--eager", "--compile")]
     command = [

@@ -322,11 +322,11 @@ def loss_curves(trainee: Trainee, validation: Tensor, is_base: bool) -> dict[str
 def same_bits(trainee: Trainee) -> dict[str, Any]:
     """Compare two deterministic runs bit by bit. None, with the reason, where an operation has no such kernel.
 
-    A compiled graph would be made anew for them. There, and where the first parameters are not kept, a model of a few
-    layers runs.
+    A graph would be made anew for them. There, and where the first parameters are not kept, a model of a few layers
+    runs.
     """
     try:
-        if trainee.plan.compiled or not trainee.plan.keeps_start:
+        if trainee.plan.compiled or trainee.way.change or not trainee.plan.keeps_start:
             sizes = replace(trainee.plan.sizes, layers=SAME_LAYERS)
             plan = replace(trainee.plan, sizes=sizes, keeps_start=True)
             with deterministic():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -81,12 +82,16 @@ def patch_norms(model: nn.Module, patch_layers: bool) -> nn.Module:
 
 
 def patch_with_liger(name: str, model: nn.Module) -> nn.Module:
-    """Patch the norms alone: not the loss, the MLP and the rotary embedding."""
+    """Patch the norms alone: not the loss, the MLP and the rotary embedding. The class that Liger replaces for models
+    to come is put back."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen3
 
     apply = apply_liger_kernel_to_llama if name == LLAMA else apply_liger_kernel_to_qwen3
     others = dict.fromkeys(("rope", "swiglu", "cross_entropy", "fused_linear_cross_entropy"), False)
+    modeling = sys.modules[type(model).__module__]
+    norms = {each: value for each, value in vars(modeling).items() if each.endswith("RMSNorm")}
     apply(rms_norm=True, model=model, **others)
+    vars(modeling).update(norms)
     return model
 
 
@@ -100,7 +105,7 @@ def of_hugging_face(name: str) -> dict[str, Way]:
         "norms": way(functools.partial(patch_norms, patch_layers=False)),
         "layers": way(functools.partial(patch_norms, patch_layers=True)),
     }
-    if importlib.util.find_spec("liger_kernel"):  # last: it changes transformers' classes
+    if importlib.util.find_spec("liger_kernel"):
         ways["liger"] = way(functools.partial(patch_with_liger, name))
     return ways
 
