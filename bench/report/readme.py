@@ -22,7 +22,7 @@ from bench.report import block, compare, tables, widths
 from bench.report.text import figure_text, table_text
 
 Results = dict[Path, Result]
-PAGE, INDEX = "docs/performance.md", "bench/results/README.md"
+PAGE, INDEX, TRAINING = "docs/performance.md", "bench/results/README.md", "docs/training.md"
 PICTURE = "bench/results/overview.png"  # of README.md
 DTYPES = ("bfloat16", "float16", "float32")  # in the order of the pages
 HOST_PROVIDERS = ("cutile", "F.rms_norm", "torch.compile")
@@ -64,9 +64,22 @@ def refresh_results(paths: Iterable[Path]) -> None:
         path.write_text(text)
 
 
-def refresh_training(path: Path) -> None:
-    """Puts a result of studies/train.py into docs/performance.md."""
-    refresh(ROOT / PAGE, "train", training_section(path))
+def refresh_training(paths: Iterable[Path]) -> None:
+    """Puts results of bench.train into README.md and docs/training.md, and draws their loss curves."""
+    from bench.report import curves, training  # which need matplotlib, as one_launch_or_two does not
+
+    results = load(paths)
+    for path, result in results.items():
+        if "other_losses" in result["trained"][0]:
+            curves.plot(result, training.title(result), path.with_suffix(".png"))
+    images = {path.stem: path.with_suffix(".png") for path in results if path.with_suffix(".png").exists()}
+
+    def link(stem: str) -> str | None:
+        return _link(images[stem].resolve(), ROOT / TRAINING) if stem in images else None
+
+    found = list(results.values())
+    refresh(ROOT / "README.md", "train", training.readme_section(found))
+    refresh(ROOT / TRAINING, "train", training.page_section(found, link))
 
 
 def refresh_study(
@@ -149,13 +162,6 @@ def result_pages(results: Results) -> dict[Path, str]:
             parts += tables.page_parts(result, there)
         pages[page] = "\n\n".join(parts) + "\n"
     return pages
-
-
-def training_section(path: Path) -> str:
-    from bench.report import curves  # which needs matplotlib, as one_launch_or_two does not
-
-    image = path.with_suffix(".png").resolve()
-    return curves.readme_section(json.loads(path.read_text()), _link(image, ROOT / PAGE))
 
 
 def index(results: Results) -> str:

@@ -26,16 +26,25 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.measure.provenance import one_line
+from bench.measure.provenance import PACKAGE, one_line
 from bench.measure.shapes import Result
 from bench.report import curves
+from bench.report.tables import folded
 from bench.report.text import figure_text, table_text
 from bench.train.kernels import APART, OURS
+from bench.train.models import MODELS
 from bench.train.ratios import Ratio, ratio_of
 
+IN_GRAPHS = (
+    "override_aten",
+    "traced",
+    "regional",
+    "replaced",
+)  # ways that README.md leaves to docs/training.md
 # Operations per second of matrices in bfloat16, by what a GPU's name contains: without sparsity, from its data sheet.
 PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
 
@@ -94,7 +103,9 @@ def title(result: Result) -> str:
 
 
 def ratio_text(ratio: Ratio) -> str:
-    """'1.171 (1.168 to 1.175)'."""
+    """'1.171 (1.168 to 1.175)', or '1' of the first way itself."""
+    if ratio.low == ratio.high == 1.0:
+        return "1"
     return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
@@ -158,23 +169,60 @@ def section(result: Result) -> str:
     return "\n\n".join([*filter(None, parts), f"{one_line(result)}."])
 
 
-def table(results: list[Result]) -> str:
-    """A line for each model and way: tokens/s of both modes, as ratios to the first way of that mode."""
+def table(results: list[Result], is_brief: bool = False) -> str:
+    """A line for each model and way: tokens/s of both modes, as ratios to the first way of that mode. is_brief: without
+    the ways in IN_GRAPHS, and without times of the device and memory."""
     cells: dict[tuple[str, str], dict[bool, list[str]]] = {}
+    figures = ["tokens/s", "ratio"] if is_brief else ["tokens/s", "ratio", "rest, ms", "peak GiB"]
     for result in results:
-        name = title({**result, "compiled": False}).replace(", eager", "")
+        name, found = title({**result, "compiled": False}).replace(", eager", ""), ratios(result)
         for each in result["trained"]:
-            if each.get("step_s"):
-                rate = f"{tokens_per_s(result, each):,.0f}"
-                rest = figure_text(rest_ms(each), ".1f")
-                row = [
-                    rate,
-                    ratio_text(ratios(result)[each["norm"]]),
-                    rest,
-                    gibibytes(each.get("peak_bytes")),
-                ]
-                cells.setdefault((name, each["norm"]), {})[result["compiled"]] = row
-    rows = [[*key, *of.get(False, [""] * 4), *of.get(True, [""] * 4)] for key, of in cells.items()]
-    figures = ["tokens/s", "ratio", "ms of all but matmul and attention", "peak GiB"]
+            if each["norm"] in found and not (is_brief and each["norm"] in IN_GRAPHS):
+                row = [f"{tokens_per_s(result, each):,.0f}", ratio_text(found[each["norm"]])]
+                row += [figure_text(rest_ms(each), ".1f"), gibibytes(each.get("peak_bytes"))]
+                cells.setdefault((name, each["norm"]), {})[result["compiled"]] = row[: len(figures)]
+    empty = [""] * len(figures)
+    rows = [[*key, *of.get(False, empty), *of.get(True, empty)] for key, of in cells.items()]
     headers = [f"{mode}: {what}" for mode in ("eager", "compiled") for what in figures]
     return table_text(rows, ["model", "norms", *headers], left=(0, 1))
+
+
+def in_order(results: Iterable[Result]) -> list[Result]:
+    """Sort results by GPU, then those of one device, by model."""
+    models = list(MODELS)
+    return sorted(
+        results,
+        key=lambda each: (each["gpu"], each["fsdp"] * each["tp"], models.index(each["model"]), stem_of(each)),
+    )
+
+
+def measured_with(results: list[Result]) -> str:
+    """Say on what and with what these results were measured."""
+    lines = {one_line(each).partition(f", {PACKAGE}")[0] for each in results}
+    commits = dict.fromkeys(each["commit"][:12] for each in results)
+    days = dict.fromkeys(each["date"][:10] for each in results)
+    return f"{'; '.join(sorted(lines))}, at commit {', '.join(commits)}, {', '.join(days)}."
+
+
+def readme_section(results: list[Result]) -> str:
+    """The table of README.md: of one device, without the ways that docs/training.md has more."""
+    shown = [each for each in in_order(results) if each["fsdp"] * each["tp"] == 1]
+    if not shown:
+        return ""
+    return f"{table(shown, is_brief=True)}\n\n{measured_with(shown)}"
+
+
+def page_section(results: list[Result], link: Callable[[str], str | None]) -> str:
+    """The section of docs/training.md. link: to the picture of a result's losses, by its stem."""
+    parts = []
+    of_gpus: dict[tuple[str, bool], list[Result]] = {}
+    for each in in_order(results):
+        of_gpus.setdefault((each["gpu"], each["fsdp"] * each["tp"] > 1), []).append(each)
+    for (gpu, is_spread), found in of_gpus.items():
+        parts += [f"**{gpu}, {'several' if is_spread else 'one'}**", table(found), measured_with(found)]
+        for each in found:
+            image = link(stem_of(each))
+            parts += folded(
+                title(each), [section(each), *([f"![Loss over steps]({image})"] if image else [])]
+            )
+    return "\n\n".join(parts)
