@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 
 from bench.measure.shapes import Result
 from bench.report import pictures
-from bench.report.styles import style_of
 
 
 def smooth(losses: list[float], window: int) -> list[float]:
@@ -76,7 +75,8 @@ def plot(result: Result, title: str, path: Path) -> None:
             curves[f"{each['norm']}, another seed"] = smooth(each["other_losses"], window)
     steps = range(window, window + len(base))
     for name, curve in curves.items():
-        style = {"color": style_of(name.partition(",")[0]).color, "linestyle": "--" if "," in name else "-"}
+        is_noise = name not in found
+        style = {"color": "#888888" if is_noise else None, "linestyle": "--" if is_noise else "-"}
         above.plot(steps, curve, label=name, **style)
         below.plot(steps, [ours - theirs for ours, theirs in zip(curve, base, strict=True)], **style)
     above.set_ylabel(f"training loss, mean of {window} steps")

@@ -66,12 +66,22 @@ def refresh_results(paths: Iterable[Path]) -> None:
 
 def refresh_training(paths: Iterable[Path]) -> None:
     """Puts results of bench.train into README.md and docs/training.md, and draws their loss curves."""
-    from bench.report import curves, training  # which need matplotlib, as one_launch_or_two does not
+    from bench.report import (
+        curves,
+        device_time,
+        training,
+    )  # which need matplotlib, as one_launch_or_two does not
 
     results = load(paths)
     for path, result in results.items():
         if "other_losses" in result["trained"][0]:
             curves.plot(result, training.title(result), path.with_suffix(".png"))
+    for folder in sorted({path.parent for path in results}):
+        alone = [
+            each for path, each in results.items() if path.parent == folder and each["fsdp"] * each["tp"] == 1
+        ]
+        if alone:
+            device_time.plot(training.in_order(alone), folder / "train.png")
     images = {path.stem: path.with_suffix(".png") for path in results if path.with_suffix(".png").exists()}
 
     def link(stem: str) -> str | None:

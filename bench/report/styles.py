@@ -34,7 +34,6 @@ STYLES = {
     "tilegym": Style("#D90048", "p", "pentagon"),
     "torch.quack": Style("#00178C", "X", "x"),
     "torch": Style("#707070", "+", "cross-thin"),
-    "baseline": Style("#0000D9", ".", "circle-dot"),  # of training: the model as it is
 }
 OTHER = Style("#7A8B99", "*", "star")
 

@@ -192,7 +192,13 @@ def in_order(results: Iterable[Result]) -> list[Result]:
     models = list(MODELS)
     return sorted(
         results,
-        key=lambda each: (each["gpu"], each["fsdp"] * each["tp"], models.index(each["model"]), stem_of(each)),
+        key=lambda each: (
+            each["gpu"],
+            each["fsdp"] * each["tp"],
+            models.index(each["model"]),
+            each["compiled"],
+            stem_of(each),
+        ),
     )
 
 
