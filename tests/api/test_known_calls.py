@@ -401,6 +401,54 @@ def test_autocast_is_another_call(checks):
     assert call(input=x, weight=weight).dtype == torch.bfloat16 and len(checks) == 1
 
 
+def found():
+    numbers = (N,), 1e-6, (0.0, 1.0, None, None, "once")
+    return passes.KNOWN.find(passes.norm_call((X, W, None, None), *numbers, "torch"))
+
+
+def inside_of(transform):
+    """What `found` returns where a transform of torch.func, or the tracer, calls a function."""
+    seen = []
+    transform(lambda x: (seen.append(found()), x.sum())[1])(torch.ones(3))
+    return seen[0]
+
+
+def in_block(block):
+    with block:
+        return found()
+
+
+KEY, INCLUDED = torch._C.DispatchKey, torch._C._IncludeDispatchKeyGuard
+WATCHES = {
+    "a dispatch mode": lambda: in_block(FakeTensorMode()),
+    "a function mode": lambda: in_block(torch.overrides.BaseTorchFunctionMode()),
+    "forward mode": lambda: in_block(torch.autograd.forward_ad.dual_level()),
+    "grad": lambda: inside_of(torch.func.grad),
+    "vmap": lambda: inside_of(torch.func.vmap),
+    "functionalize": lambda: inside_of(torch.func.functionalize),
+    "jit": lambda: inside_of(lambda f: lambda x: torch.jit.trace(f, (x,))),
+    "export above autograd": lambda: in_block(INCLUDED(KEY.PreDispatch)),
+    "functionalization": lambda: in_block(INCLUDED(KEY.Functionalize)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("watch", WATCHES.values(), ids=WATCHES)
+def test_a_watched_call_is_not_known(watch, checks):
+    """By what is asked of PyTorch, or by the dispatch keys, which guards compare."""
+    make_known(checks)
+    assert found() is not None and watch() is None and found() is not None
+
+
+@pytest.mark.parametrize("key", ["PreDispatch", "Functionalize"])
+def test_nothing_is_kept_of_a_watched_call(key, checks, monkeypatch):
+    """Guards made under a key would fit the next call under that key."""
+    with INCLUDED(getattr(KEY, key)):
+        assert not known_calls.may_remember((X, W), (X, W), registry.dispatch)
+    monkeypatch.setattr(known_calls, "is_settled", lambda *_: True)
+    assert known_calls.may_remember((X, W), (X, W), registry.dispatch)
+
+
 WIDTH = 40
 PLAIN_ROWS = Variant(BF16, (6, WIDTH), weight_dtype=BF16)
 MORE = {  # layouts of x, of all kinds of calls

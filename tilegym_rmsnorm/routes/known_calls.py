@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.registry import is_settled, unseen
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, is_plain
-from tilegym_rmsnorm.call.watched import is_watched
+from tilegym_rmsnorm.call.watched import are_transforms_active, count_modes, is_traced_by_jit, is_watched
 
 # Without it, in a PyTorch to come, no call is known: slower, and right.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -149,9 +150,16 @@ def call_of(
     rows: tensors of x's shape. The key has their addresses, but for multiples of 16 bytes. parts: which tensors
     are None, or their types.
     """
-    if is_watched() or _len_torch_function_stack():
+    # As `is_watched`, for callers that Dynamo does not trace. Guards see its dispatch keys.
+    if (
+        forward_ad._current_level >= 0
+        or are_transforms_active()
+        or count_modes()
+        or is_traced_by_jit()
+        or _len_torch_function_stack()
+    ):
         return None
-    alignment, tensors = 0, list(rows)
+    alignment, tensors = 0, [*rows]
     try:
         for each in rows:
             if type(each) not in PLAIN_TYPES:  # PyTorch itself says where the memory is
