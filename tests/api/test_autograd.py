@@ -446,3 +446,18 @@ def test_behind_kernels(op, kind, backend):
         scale = other.abs().max()
         torch.testing.assert_close(one.double() / scale, other / scale, rtol=1e-4, atol=1e-4)
         assert one.device.type == DEVICE.type
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias", "x,weight,bias"])
+def test_a_node_returns_the_gradients_that_are_needed(wanted):
+    """Also that of a known call: the second."""
+    x, weight, bias, dy = torch.randn(3, 8), torch.rand(8), torch.rand(8), torch.randn(3, 8)
+    given = {"x": x, "weight": weight, "bias": bias}
+    for name in wanted.split(","):
+        given[name].requires_grad_()
+    for _ in range(3):
+        y = rms_norm(x, (8,), weight, 1e-6, bias=bias, backend="torch")
+        with torch.no_grad():
+            results = y.grad_fn.apply(dy)
+        needed = [each.requires_grad for each in given.values()]
+        assert [each is not None for each in results] == [False, *needed]

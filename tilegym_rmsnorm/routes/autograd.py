@@ -8,6 +8,7 @@ A `Recording` says how a call runs, what it saves, and how its gradients are com
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,9 +72,12 @@ class RecordedFunction(torch.autograd.Function):
         return None, *recording.gradients(saved, gradients, ctx.needs_input_grad[1:])
 
 
+@functools.cache
 def apply_of(function: type[RecordedFunction]) -> Callable[..., Any]:
     """Return `function.apply` in C++. The Python around it, which checks for functorch and unwraps, costs 2 us. Dynamo
-    before torch 2.13 does not know this apply, and never traces it here."""
+    before torch 2.13 does not know this apply, and never traces it here. Let autograd call the backward too without the
+    Python that looks for it, which costs 0.6 us."""
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 

@@ -20,7 +20,7 @@ import torch
 from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.call.arithmetic import compute_dtype
 from tilegym_rmsnorm.call.spec import Call, dtype_of
-from tilegym_rmsnorm.call.tensors import is_plain
+from tilegym_rmsnorm.call.tensors import is_plain, savable
 from tilegym_rmsnorm.call.watched import is_traced, is_watched
 from tilegym_rmsnorm.ops.norm import checks, operations, passes
 from tilegym_rmsnorm.ops.norm.spec import (
@@ -45,41 +45,69 @@ def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[Forwar
     is_kept: It runs other calls too. The backward of a call by itself mostly runs once, and is not worth keeping.
     """
     x, weight, bias, residual = tensors
-    returned = itemgetter(0) if residual is None else itemgetter(0, 2)
     run = passes.bind_forward(tensors, call)
     if not is_recorded(*tensors):
-        return lambda tensors: returned(run(tensors))
+        returned = itemgetter(0, 2)
+        return (
+            (lambda tensors: run(tensors)[0]) if residual is None else lambda tensors: returned(run(tensors))
+        )
     call = call._replace(dtype=call.spec.residual_dtype or x.dtype)
     dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
     backwards = KnownCalls() if is_kept else None
     gradients = functools.partial(_gradients_of, call, dtypes, bias_shape, backwards)
+    if residual is None:
+        needs = x.requires_grad, False, *[each is not None and each.requires_grad for each in (weight, bias)]
+        is_copied = x.is_inference() or (weight is not None and weight.is_inference())
+        recorded = run, gradients, needs, is_copied
+
+        def run_and_record_one(tensors: ForwardTensors) -> Any:
+            x, weight, bias, _ = tensors
+            return _record(recorded, x, weight, bias)
+
+        return run_and_record_one
 
     def run_recorded(tensors: tuple[Any, ...]) -> Outputs:
         x, residual, weight, bias = tensors
         return run((x, weight, bias, residual))
 
-    is_one = residual is None
     recording = passes.recording(
         run_recorded,
         tensors,
         call.spec.alpha,
         gradients,
-        returned=returned,
-        is_one=is_one,
-        without_gradient=None if is_one else passes.sum_without_gradient,
-        backward=None if is_one else call.backward,
+        returned=itemgetter(0, 2),
+        without_gradient=passes.sum_without_gradient,
+        backward=call.backward,
     )
-    record = _record if is_one else _record_sum
 
     def run_and_record(tensors: ForwardTensors) -> Any:
         x, weight, bias, residual = tensors
-        return record(recording, x, residual, weight, bias)
+        return _record_sum(recording, x, residual, weight, bias)
 
     return run_and_record
 
 
 class RMSNormFunction(RecordedFunction):
-    """Norm without a residual. Saves x, weight and rstd; the backward does not need y."""
+    """Norm without a residual. Saves x, weight and rstd; the backward does not need y.
+
+    Small calls are bound by the host, so this says in few calls of Python what a `Recording` would say. It gets the
+    function that runs the call, that of its gradients, which of them are needed, and whether inference tensors are
+    copied: guards hold all of that for known calls."""
+
+    @staticmethod
+    def forward(ctx, recorded, x, weight, bias):  # type: ignore[override]
+        run, ctx.gradients, ctx.needs, is_copied = recorded
+        y, rstd, _ = run((x, weight, bias, None))
+        if is_copied:
+            x, weight = savable(x), savable(weight)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        dx, _, dw, db = ctx.gradients((x, dy, weight, rstd, None), ctx.needs)
+        return None, dx, dw, db
 
 
 class AddRMSNormFunction(RecordedFunction):
@@ -136,6 +164,8 @@ def gradients(
 
         def bind_gradients(_: bool) -> Callable[[BackwardTensors], WantedGradients]:
             run = passes.bind_backward(plain, route.call, wanted)
+            if needs[0] and not (needs[1] or needs[3]):  # they are what autograd asks for
+                return run
             return lambda tensors: as_needed(needs, run(tensors), bias_shape)
 
         return run_and_remember(

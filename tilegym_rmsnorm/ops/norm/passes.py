@@ -60,8 +60,11 @@ def norm_call(
     if type(normalized_shape) is not int:
         if type(normalized_shape) in _SEQUENCES:
             normalized_shape = tuple(normalized_shape)
-        if type(normalized_shape) is not tuple or not all([type(size) is int for size in normalized_shape]):
+        elif type(normalized_shape) is not tuple:
             return None
+        for size in normalized_shape:
+            if type(size) is not int:
+                return None
     return forward_call(tensors, (normalized_shape, eps, others), backend)
 
 
