@@ -123,6 +123,18 @@ def rms_norm(
     """
     tensors = input, weight, bias, residual
     others = offset, residual_alpha, residual_dtype, out_dtype, casting
+    if is_traced():  # here too: `norm_of` is one guard more
+        result = norm_in_graph(tensors, normalized_shape, eps, others, backend, True)
+        if result is not None:
+            return result
+    return norm_of(tensors, normalized_shape, eps, others, backend)
+
+
+def norm_of(
+    tensors: tuple[Any, ...], normalized_shape: Any, eps: Any, others: tuple[Any, ...], backend: Any
+) -> Any:
+    """Compute `rms_norm` of input, weight, bias and residual. Modules call this: to pass arguments by name takes half a
+    microsecond. others: OTHERS."""
     if is_traced():
         result = norm_in_graph(tensors, normalized_shape, eps, others, backend, True)
         if result is not None:
@@ -131,14 +143,14 @@ def rms_norm(
         known = KNOWN.find(norm_call(tensors, normalized_shape, eps, others, backend))
         if known is not None:
             return known(tensors)
-    options: dict[str, Any] = {"bias": bias, "offset": offset, "residual": residual}
-    options |= {"residual_alpha": residual_alpha, "residual_dtype": residual_dtype, "out_dtype": out_dtype}
-    options |= {"casting": casting, "backend": backend}
+    input, weight, bias, residual = tensors
+    options: Any = {"bias": bias, "residual": residual, **dict(zip(OTHERS, others, strict=True))}
+    options["backend"] = backend
     given = input, normalized_shape, weight, eps
     # The __torch_function__ of nested tensors accepts only PyTorch's functions; `norm_by_operations` calls F.rms_norm.
-    if has_torch_function(input, weight, bias, residual):
+    if has_torch_function(*tensors):
         if not (isinstance(input, Tensor) and input.is_nested):
-            return handle_torch_function(rms_norm, (input, weight, bias, residual), *given, **options)
+            return handle_torch_function(rms_norm, tensors, *given, **options)
     return _checked_rms_norm(*given, **options)
 
 

@@ -75,10 +75,38 @@ def test_bias_is_learned():
 
 def test_the_backend_is_passed_on(monkeypatch):
     seen = []
-    monkeypatch.setattr(tilegym_rmsnorm.nn.module, "rms_norm", lambda *_, backend, **__: seen.append(backend))
+    monkeypatch.setattr(tilegym_rmsnorm.nn.module, "norm_of", lambda *given: seen.append(given[-1]))
     for name in (None, "auto", "triton"):
         RMSNorm(64, backend=name)(torch.ones(3, 64))
     assert seen == [None, "auto", "triton"]
+
+
+CHANGED = {
+    "eps": 0.5,
+    "offset": 1.0,
+    "casting": "llama",
+    "out_dtype": torch.float32,
+    "residual_alpha": 0.5,
+    "residual_dtype": torch.float32,
+    "backend": "torch",
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_attribute_that_is_changed_after_a_call_counts(name):
+    module = RMSNorm(64, eps=1e-6, dtype=torch.bfloat16)
+    torch.nn.init.normal_(module.weight)
+    given = torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16() if "residual" in name else None
+    before = [module(*given) for _ in range(2)][-1]
+    options = {"eps": 1e-6, "residual": given[1], name: CHANGED[name]}
+    setattr(module, name, CHANGED[name])
+    expected = tilegym_rmsnorm.rms_norm(given[0], (64,), module.weight, **options)
+    for _ in range(2):
+        found = module(*given)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    if name != "backend":
+        pairs = zip(found, before, strict=True) if given[1] is not None else [(found, before)]
+        assert not all(y.dtype == other.dtype and torch.equal(y, other) for y, other in pairs)
 
 
 def _parametrized(module):

@@ -23,7 +23,7 @@ from tilegym_rmsnorm.call.options import (
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.validation import ALL_DTYPES, checked_dtype, checked_sizes_of_weight
 from tilegym_rmsnorm.call.watched import is_traced
-from tilegym_rmsnorm.functional import rms_norm
+from tilegym_rmsnorm.functional import norm_of
 from tilegym_rmsnorm.nn.configured import Norm, configured_class
 from tilegym_rmsnorm.nn.keywords import names_ours
 from tilegym_rmsnorm.ops.norm.op import norm_in_graph
@@ -183,20 +183,9 @@ class RMSNorm(torch.nn.RMSNorm):
         alpha, residual_dtype = 1.0, None
         if residual is not None:
             alpha, residual_dtype = self.residual_alpha, self.residual_dtype
-        return rms_norm(
-            x,
-            attributes["normalized_shape"],
-            weight,
-            attributes["eps"],
-            bias=bias,
-            offset=attributes["offset"],
-            residual=residual,
-            residual_alpha=alpha,
-            residual_dtype=residual_dtype,
-            out_dtype=self.out_dtype,
-            casting=attributes["casting"],
-            backend=attributes["backend"],
-        )
+        others = attributes["offset"], alpha, residual_dtype, self.out_dtype, attributes["casting"]
+        shape, eps, backend = attributes["normalized_shape"], attributes["eps"], attributes["backend"]
+        return norm_of((x, weight, bias, residual), shape, eps, others, backend)
 
     if TYPE_CHECKING:
         __call__ = forward  # torch.nn.Module's is Any to type checkers
