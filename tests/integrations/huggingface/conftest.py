@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from tilegym_rmsnorm.integrations.huggingface import norms
+from tilegym_rmsnorm.ops.norm.passes import OTHERS
+
 
 def recorded(monkeypatch: pytest.MonkeyPatch, module: str, name: str, noted: Callable[..., Any]) -> list[Any]:
     """Note each call of a function that a module of `integrations.huggingface` imported: what `noted` returns of it."""
@@ -27,16 +30,27 @@ def recorded(monkeypatch: pytest.MonkeyPatch, module: str, name: str, noted: Cal
     return made
 
 
+def recorded_norms(monkeypatch: pytest.MonkeyPatch, noted: Callable[..., Any]) -> list[Any]:
+    """Note each call of `norm_of` by a norm, known ones too."""
+    monkeypatch.setattr(norms._KNOWN, "find", lambda described: None)
+    return recorded(monkeypatch, "norms", "norm_of", noted)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The calls of rms_norm by patched norms: their options, and x."""
-    return recorded(monkeypatch, "norms", "rms_norm", lambda x, *_, **options: {"x": x, **options})
+
+    def noted(tensors: Any, shape: Any, eps: Any, others: Any, backend: Any) -> dict[str, Any]:
+        x, _, _, residual = tensors
+        return {"x": x, "residual": residual, "backend": backend, **dict(zip(OTHERS, others, strict=True))}
+
+    return recorded_norms(monkeypatch, noted)
 
 
 @pytest.fixture
 def residuals(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Record whether each rms_norm of a patched norm or a rewritten layer adds a residual."""
-    return recorded(monkeypatch, "norms", "rms_norm", lambda *_, residual, **__: residual is not None)
+    return recorded_norms(monkeypatch, lambda tensors, *_: tensors[3] is not None)
 
 
 @pytest.fixture

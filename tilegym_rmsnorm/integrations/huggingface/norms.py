@@ -26,16 +26,19 @@ from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.call.arithmetic import promoted
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, OfPlainType
 from tilegym_rmsnorm.call.watched import outside_of_trace
-from tilegym_rmsnorm.functional import rms_norm
+from tilegym_rmsnorm.functional import norm_of
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.classes import PatchedType, has_hooks, is_outdated, subclass
 from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_now
 from tilegym_rmsnorm.integrations.huggingface.strides import in_order, order_in_memory
 from tilegym_rmsnorm.nn.module import RMSNorm
 from tilegym_rmsnorm.ops.norm.op import norm_in_graph
+from tilegym_rmsnorm.ops.norm.passes import KNOWN, norm_call
+from tilegym_rmsnorm.routes.known_calls import call_of, shared
 
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[str, str, str]] = set()
+_KNOWN = shared()  # calls of patched norms, by what a module says
 _own_patches: dict[tuple[float, str, str | None], NormPatch] = {}
 
 
@@ -69,8 +72,7 @@ class NormPatch:
                     return original(self, **named)
             elif more or named:
                 return original(self, x, *more, **named)
-            call = match.call(self, x.shape, x.dtype) if computes_as_tensor(x) else None
-            return original(self, x) if call is None else run(x, match, call, backend)
+            return compute(self, x, match, original, backend)
 
         def extra_repr(self: Any) -> str:
             text = original_repr(self)
@@ -135,6 +137,48 @@ def _in_graph(match: Match, backend: str | None) -> Callable[[Any, Any], Tensor 
     return call
 
 
+def compute(norm: Any, x: Any, match: Match, original: Callable[..., Any], backend: str | None) -> Any:
+    """Compute y of a norm by a kernel, or by its original forward. A call like an earlier one is known by x, weight and
+    eps: what else a kernel needs follows from them and the class of the norm."""
+    described, tensors, eps = None, (), None
+    if type(x) in PLAIN_TYPES and not is_dynamo_compiling():
+        described, tensors, eps = _described(norm, x, match, backend)
+        known = _KNOWN.find(described)
+        if known is not None:
+            return known(tensors)
+    call = match.call(norm, x.shape, x.dtype) if computes_as_tensor(x) else None
+    if call is None:
+        return original(norm, x)
+    y = run(x, match, call, backend)
+    if described is not None and call.weight is tensors[1] and call.eps is eps:  # no property hides them
+        others = _others(x, match, call)
+        known = KNOWN.find(norm_call(tensors, x.shape[-1:], call.eps, others, backend))
+        if known is not None:
+            _KNOWN.remember(described, known)
+    return y
+
+
+def _described(
+    norm: Any, x: Tensor, match: Match, backend: str | None
+) -> tuple[Any, tuple[Any, ...], float | None]:
+    """Describe a call for `_KNOWN`, and return its tensors as `rms_norm` takes them, and eps. The description is None
+    where more decides than it says. Dictionaries are read: Module.__getattr__ takes 0.6 us for a parameter."""
+    attributes, weight = norm.__dict__, None
+    if match.weight and (not match.switch or getattr(norm, match.switch)):
+        weight = attributes["_parameters"].get(match.weight)
+        if weight is None or match.weight in attributes:
+            return None, (), None
+    eps = attributes.get(match.eps) if match.eps else match.fixed_eps
+    # Around a norm that is written in PyTorch's operations autocast is left.
+    if type(eps) is not float or (match.arithmetic != "torch" and torch.is_autocast_enabled()):
+        return None, (), None
+    if x.layout is not torch.strided or not x.is_contiguous():
+        return None, (), None
+    # The class: another may have a property in the place of weight or eps.
+    others = type(norm), match.arithmetic, match.offset, eps
+    return call_of((x,), (weight,), (weight is None,), others, backend), (x, weight, None, None), eps
+
+
 def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
     """Compute y by the arithmetic of a norm, with the strides that the original's y has: in most norms its dimensions
     lie in the order of x's. So heads that were transposed before their norm are rows for the kernel, and view() of
@@ -154,21 +198,16 @@ def order_of_y(x: Tensor, match: Match) -> tuple[int, ...] | None:
 
 def _run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: str | None) -> Any:
     """Call `rms_norm`: contiguous y, or y and the sum with the residual."""
-    weight, eps, (casting, out_dtype) = call
+    given = (x, call.weight, None, residual), x.shape[-1:], call.eps, _others(x, match, call), backend
     # Autocast casts the arguments of F.rms_norm, but nothing in a norm that is written in PyTorch's operations.
     is_cast = match.arithmetic != "torch" and torch.is_autocast_enabled() and x.is_cuda
     with torch.autocast("cuda", enabled=False) if is_cast else contextlib.nullcontext():
-        return rms_norm(
-            x,
-            x.shape[-1:],
-            weight,
-            eps,
-            offset=match.offset,
-            residual=residual,
-            out_dtype=None if out_dtype is x.dtype else out_dtype,
-            casting=casting,
-            backend=backend,
-        )
+        return norm_of(*given)
+
+
+def _others(x: Tensor, match: Match, call: Call) -> tuple[Any, ...]:
+    casting, out_dtype = call.plan
+    return match.offset, 1.0, None, None if out_dtype is x.dtype else out_dtype, casting
 
 
 def add_norm(residual: Any, x: Any, norm: Any) -> tuple[Any, Any]:
