@@ -77,7 +77,7 @@ def apply_of(function: type[RecordedFunction]) -> Callable[..., Any]:
     """Return `function.apply` in C++. The Python around it, which checks for functorch and unwraps, costs 2 us. Dynamo
     before torch 2.13 does not know this apply, and never traces it here. Let autograd call the backward too without the
     Python that looks for it, which costs 0.6 us."""
-    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    function._backward_cls.apply = function.backward
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 

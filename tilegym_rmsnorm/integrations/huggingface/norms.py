@@ -140,7 +140,7 @@ def _in_graph(match: Match, backend: str | None) -> Callable[[Any, Any], Tensor 
 def compute(norm: Any, x: Any, match: Match, original: Callable[..., Any], backend: str | None) -> Any:
     """Compute y of a norm by a kernel, or by its original forward. A call like an earlier one is known by x, weight and
     eps: what else a kernel needs follows from them and the class of the norm."""
-    described, tensors, eps = None, (), None
+    described: Any = None
     if type(x) in PLAIN_TYPES and not is_dynamo_compiling():
         described, tensors, eps = _described(norm, x, match, backend)
         known = _KNOWN.find(described)
@@ -158,9 +158,7 @@ def compute(norm: Any, x: Any, match: Match, original: Callable[..., Any], backe
     return y
 
 
-def _described(
-    norm: Any, x: Tensor, match: Match, backend: str | None
-) -> tuple[Any, tuple[Any, ...], float | None]:
+def _described(norm: Any, x: Tensor, match: Match, backend: str | None) -> tuple[Any, Any, float | None]:
     """Describe a call for `_KNOWN`, and return its tensors as `rms_norm` takes them, and eps. The description is None
     where more decides than it says. Dictionaries are read: Module.__getattr__ takes 0.6 us for a parameter."""
     attributes, weight = norm.__dict__, None

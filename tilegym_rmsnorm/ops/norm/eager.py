@@ -95,7 +95,7 @@ class RMSNormFunction(RecordedFunction):
     copied: guards hold all of that for known calls."""
 
     @staticmethod
-    def forward(ctx, recorded, x, weight, bias):  # type: ignore[override]
+    def forward(ctx, recorded, x, weight, bias):
         run, ctx.gradients, ctx.needs, is_copied = recorded
         y, rstd, _ = run((x, weight, bias, None))
         if is_copied:
@@ -104,7 +104,7 @@ class RMSNormFunction(RecordedFunction):
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
+    def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         dx, _, dw, db = ctx.gradients((x, dy, weight, rstd, None), ctx.needs)
         return None, dx, dw, db
