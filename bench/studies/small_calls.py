@@ -187,11 +187,13 @@ def pairs_of_modules(
         modules["a patched LlamaRMSNorm"] = model[0]
     theirs = torch.nn.RMSNorm(n, EPS, dtype=dtype, device=device)
     x = torch.randn(size, dtype=dtype, device=device)
-    leaves = [x.clone().requires_grad_()]
+    leaf = x.clone().requires_grad_()
     for label, module in modules.items():
-        of_modules = [lambda x, module=each: (module(x),) for each in (module, theirs)]
-        yield f"{label}, no grad", *(without_grad(bound(each, (x,))) for each in of_modules)
-        yield f"{label}, both passes", *(both_passes(each, leaves) for each in of_modules)
+        both = module, theirs
+        yield f"{label}, no grad", *(without_grad(bound(each, (x,))) for each in both)
+        # As in training the weight's gradient too, which PyTorch leaves out where nobody asks for it.
+        of_leaves = [(lambda x, weight, module=each: (module(x),), [leaf, each.weight]) for each in both]
+        yield f"{label}, both passes", *(both_passes(*each) for each in of_leaves)
 
 
 def pairs_of_rope(length: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Call, Call]]:
