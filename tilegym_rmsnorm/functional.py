@@ -21,7 +21,7 @@ from tilegym_rmsnorm.call.tensors import check_memory
 from tilegym_rmsnorm.call.validation import check_input, check_normalized_shape, checked_dtype
 from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
 from tilegym_rmsnorm.ops.norm import checks, eager, operations, passes, reference
-from tilegym_rmsnorm.ops.norm.op import norm_in_graph
+from tilegym_rmsnorm.ops.norm.op import bind_dtensors, norm_in_graph
 from tilegym_rmsnorm.ops.norm.passes import KNOWN, OTHERS, norm_call
 from tilegym_rmsnorm.ops.norm.spec import Wanted, shape_of_rstd
 from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
@@ -177,20 +177,26 @@ def _checked_rms_norm(
         options |= {"bias": bias, "residual": residual, "backend": route.call.backend}
         return _untraced_rms_norm(input, normalized_shape, weight, eps, **options)
     _, tensors, shape, spec, _ = checked
+    given = input, weight, bias, residual
     if route.name == OP:
-        y, _, residual_out = passes.call_forward(tensors, len(shape), route.call)
+        outputs = y, _, residual_out = passes.call_forward(tensors, len(shape), route.call)
+        if not is_traced() and (run := bind_dtensors(given, tensors, len(shape), route.call, outputs)):
+            KNOWN.remember(_described(given, normalized_shape, eps, backend, options), run)
         return y if residual_out is None else (y, residual_out)
     if route.name == OPERATIONS:
         return operations.norm_by_operations(tensors, shape, spec)
-    given, others = (input, weight, bias, residual), tuple(options[name] for name in OTHERS)
     return run_and_remember(
         KNOWN,
-        lambda: norm_call(given, normalized_shape, eps, others, backend),
+        lambda: _described(given, normalized_shape, eps, backend, options),
         given,
         tensors,
         route.call.forward,
         lambda is_kept: eager.bind(tensors, route.call, is_kept),
     )
+
+
+def _described(given: Any, normalized_shape: Any, eps: Any, backend: Any, options: dict[str, Any]) -> Any:
+    return norm_call(given, normalized_shape, eps, tuple(options[name] for name in OTHERS), backend)
 
 
 @overload

@@ -258,6 +258,10 @@ _NORM = Op(
         "llama": _PLACED._replace(casting="llama"),
         "bias": _PLACED._replace(bias_dtype=FP32),
         "residual": _PLACED._replace(residual_dtype=FP32),
+        "no weight": _PLACED._replace(weight="none"),
+        "a bias alone, alpha": _PLACED._replace(
+            weight="none", residual_dtype=FP32, bias_dtype=FP32, alpha=0.5
+        ),
         "weights of heads": _PLACED._replace(size=(2, 3, 4, 8), weight="heads"),
     },
     lambda variant: variant._replace(size=(variant.size[0] + 2, *variant.size[1:])),

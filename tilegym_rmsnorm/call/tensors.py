@@ -18,6 +18,7 @@ DTensor checks avoid importing torch.distributed.tensor, which takes a second.
 
 from __future__ import annotations
 
+import functools
 import sys
 from abc import ABC
 from typing import Any
@@ -189,6 +190,17 @@ def check_memory(**tensors: Tensor | None) -> None:
 def is_dtensor(tensor: Any) -> bool:
     """Whether `tensor` is a DTensor, by the name of its class: no import, and Dynamo can trace the comparison."""
     return type(tensor).__name__ == "DTensor" and isinstance(tensor, Tensor)
+
+
+def dtensor_class() -> Any:
+    """Return DTensor; None where it was not imported, or has other private attributes than known calls read."""
+    cls = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return cls if cls is not None and _has_parts(cls) else None
+
+
+@functools.cache
+def _has_parts(cls: type) -> bool:
+    return hasattr(cls, "_local_tensor") and hasattr(cls, "_spec")
 
 
 def splits_rows(tensor: Any, dims: int) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.overrides import has_torch_function_variadic
 
 is_traced = torch.compiler.is_dynamo_compiling  # torch.compile or strict torch.export
@@ -66,6 +66,11 @@ def is_watched() -> bool:
         or _is_key_included(_PRE_DISPATCH)
         or (_is_key_included(_FUNCTIONALIZE) and not _is_key_excluded(_FUNCTIONALIZE))
     )
+
+
+def is_profiled() -> bool:
+    """Whether a profiler is on. An `ExecutionTraceObserver` alone is none."""
+    return profiler._is_profiler_enabled or torch.autograd._profiler_enabled()
 
 
 def is_exporting() -> bool:

@@ -21,7 +21,7 @@ import torch
 
 from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.watched import is_traced
-from tilegym_rmsnorm.routes import choose
+from tilegym_rmsnorm.routes import choose, known_dtensors
 from tilegym_rmsnorm.routes.autograd import Recording, apply_of, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run, run_and_remember
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, Tensors, call
@@ -53,7 +53,13 @@ def run_checked(
     if route.name == choose.UNTRACED:
         return untraced(tensors, numbers, route.call.backend)
     if route.name == choose.OP:
-        return call(op.forward, plain, (*spec[1:], route.call.backend))
+        options = *spec[1:], route.call.backend
+        results = call(op.forward, plain, options)
+        if not is_traced() and (
+            run := known_dtensors.bind_public(op.forward, (*plain, *options), results, tensors, _same, _same)
+        ):
+            op.known.remember(op.forward.known_call(tensors, (*numbers, backend)), run)
+        return results
     if route.name == choose.OPERATIONS:
         return op.forward.by_operations(CheckedCall(checked, backend))
     return run_and_remember(
@@ -64,6 +70,10 @@ def run_checked(
         route.call.forward,
         lambda is_kept: _bind(op, CheckedCall(checked, backend), route.call, is_kept),
     )
+
+
+def _same(tensors: Tensors) -> Tensors:
+    return tensors
 
 
 def _bind(op: OpCalls, asked: CheckedCall, bound: Call, is_kept: bool) -> Run:

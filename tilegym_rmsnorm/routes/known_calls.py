@@ -22,8 +22,14 @@ from torch.autograd import forward_ad
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.registry import is_settled, unseen
-from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, is_plain
-from tilegym_rmsnorm.call.watched import are_transforms_active, count_modes, is_traced_by_jit, is_watched
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, dtensor_class, is_plain
+from tilegym_rmsnorm.call.watched import (
+    are_transforms_active,
+    count_modes,
+    is_profiled,
+    is_traced_by_jit,
+    is_watched,
+)
 
 # Without it, in a PyTorch to come, no call is known: slower, and right.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -163,7 +169,7 @@ def call_of(
     try:
         for each in rows:
             if type(each) not in PLAIN_TYPES:  # PyTorch itself says where the memory is
-                return None
+                return _call_of_dtensors(rows, vectors, parts, others, backend)
             address = each.data_ptr()
             # A higher one has memory behind it.
             if address < TEBIBYTE and not is_plain(each):
@@ -180,3 +186,33 @@ def call_of(
         return (rows[0].shape, alignment, parts, others, backend, limits, torch.is_grad_enabled()), tensors
     except (RuntimeError, ValueError):  # no memory; an unknown word in the environment: the checks raise
         return None
+
+
+def _call_of_dtensors(
+    rows: tuple[Any, ...],
+    vectors: tuple[Any, ...],
+    parts: tuple[Any, ...],
+    others: tuple[Any, ...],
+    backend: Any,
+) -> _Call | None:
+    """Describe a call of DTensors by their specs and their local tensors, as `call_of` does. Guards compare the
+    DTensors too: their dispatch keys and requires_grad may differ from those of the local tensors. Under a profiler the
+    engine of DTensor runs, so that the profiler sees the op."""
+    cls = dtensor_class()
+    if cls is None or is_profiled():
+        return None
+    specs, placed = [], []
+    local: list[list[Any]] = [[], []]
+    for part, found in zip((rows, vectors), local, strict=True):
+        for each in part:
+            if type(each) is cls:
+                placed.append(each)
+                specs.append(each._spec)
+                found.append(each._local_tensor)
+            else:
+                specs.append(None)
+                found.append(each)
+    if not placed:
+        return None
+    call = call_of(*map(tuple, local), (parts, *specs), others, backend)
+    return None if call is None else (call[0], call[1] + placed)

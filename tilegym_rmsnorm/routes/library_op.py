@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import is_plain
-from tilegym_rmsnorm.routes import choose
+from tilegym_rmsnorm.routes import choose, known_dtensors
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording, Tensors, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run, run_and_remember
 from tilegym_rmsnorm.routes.sharding_rules import add_rules, register_sharding
@@ -92,13 +91,13 @@ def define(op: LibraryOp) -> Any:
     """Define a library op. Return its overload, which callers call."""
     library.define(op.name + op.schema)
     overload = op.overload
-    _find_known_first(overload, functools.partial(_run_known, op))
+    dispatch = _find_known_first(overload, functools.partial(_run_known, op))
     transformed = functools.partial(_transformed, op)
     library.impl(op.name, functools.partial(_run, op), "CompositeExplicitAutograd")
     torch.library.register_fake(
         f"{NAMESPACE}::{op.name}", lambda *arguments: op.for_fakes(op.check(*arguments)), lib=library
     )
-    library.impl(op.name, functools.partial(_differentiated, op), "Autograd")
+    library.impl(op.name, functools.partial(_differentiated, op, dispatch), "Autograd")
     mapped = op.map or functools.partial(one_by_one, overload)
     torch.library.register_vmap(f"{NAMESPACE}::{op.name}", mapped, lib=library)
     # torch.jit.trace cannot take an op whose results may be None. Neither can the older vmap, by which
@@ -110,19 +109,21 @@ def define(op: LibraryOp) -> Any:
     return overload
 
 
-def _find_known_first(overload: Any, run_known: Callable[..., Any]) -> None:
+def _find_known_first(overload: Any, run_known: Callable[..., Any]) -> Callable[..., Any]:
     """Let a call of the op from Python, as compiled graphs and DTensors make it, look for a known call before PyTorch's
     dispatcher, which takes as long as all else: it boxes each argument. Under a profiler the dispatcher is called, so
-    that the profiler sees the op; an `ExecutionTraceObserver` alone does not."""
+    that the profiler sees the op; an `ExecutionTraceObserver` alone does not. Return a function that calls the
+    dispatcher at once."""
     dispatch, count = overload._op, len(overload._schema.arguments)
 
     def call(*given: Any, **named: Any) -> Any:
-        if len(given) == count and not (profiler._is_profiler_enabled or torch.autograd._profiler_enabled()):
+        if len(given) == count and not watched.is_profiled():
             if (known := run_known(*given)) is not None:
                 return known
         return dispatch(*given, **named)
 
     overload._op = call  # An op's hash is that of `_op`: replace it before any table holds the op.
+    return dispatch
 
 
 def _run_known(op: LibraryOp, *arguments: Any) -> Any:
@@ -152,7 +153,7 @@ def _run(op: LibraryOp, *arguments: Any) -> Any:
     )
 
 
-def _differentiated(op: LibraryOp, *arguments: Any) -> Any:
+def _differentiated(op: LibraryOp, dispatch: Callable[..., Any], *arguments: Any) -> Any:
     """Run an op at the dispatch key Autograd."""
     tensors = arguments[: op.count]
     register_sharding(tensors)
@@ -166,7 +167,10 @@ def _differentiated(op: LibraryOp, *arguments: Any) -> Any:
     if not watched.is_watched() and all(each is None or is_plain(each) for each in tensors):
         return _run(op, *arguments)
     with below_autograd():
-        return op.overload(*arguments)
+        results = dispatch(*arguments)
+    if op.recording is None:  # Public calls remember forwards.
+        known_dtensors.remember(op, arguments, results)
+    return results
 
 
 def _recorded(op: LibraryOp, *arguments: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -45,12 +44,11 @@ def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[Forwar
     is_kept: It runs other calls too. The backward of a call by itself mostly runs once, and is not worth keeping.
     """
     x, weight, bias, residual = tensors
-    run = passes.bind_forward(tensors, call)
+    run, returned = passes.bind_forward(tensors, call), passes.returned_of(tensors)
     if not is_recorded(*tensors):
-        returned = itemgetter(0, 2)
-        return (
-            (lambda tensors: run(tensors)[0]) if residual is None else lambda tensors: returned(run(tensors))
-        )
+        if residual is None:  # an itemgetter of one takes longer
+            return lambda tensors: run(tensors)[0]
+        return lambda tensors: returned(run(tensors))
     call = call._replace(dtype=call.spec.residual_dtype or x.dtype)
     dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
     backwards = KnownCalls() if is_kept else None
@@ -75,7 +73,7 @@ def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[Forwar
         tensors,
         call.spec.alpha,
         gradients,
-        returned=itemgetter(0, 2),
+        returned=returned,
         without_gradient=passes.sum_without_gradient,
         backward=call.backward,
     )

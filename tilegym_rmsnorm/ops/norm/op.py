@@ -47,7 +47,7 @@ from tilegym_rmsnorm.ops.norm.spec import (
     shape_of_rstd,
     wanted_of,
 )
-from tilegym_rmsnorm.routes import choose, library_op
+from tilegym_rmsnorm.routes import choose, known_dtensors, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
 from tilegym_rmsnorm.routes.known_calls import Run, shared
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options
@@ -255,26 +255,23 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], x: Tensor, residual
     return results, tuple(None if each is None else 0 for each in results)
 
 
-FORWARD = library_op.define(
-    LibraryOp(
-        name="rms_norm_forward",
-        schema=SCHEMAS["rms_norm_forward"],
-        count=4,
-        for_backend=itemgetter(0, 2, 3, 1),
-        known=KNOWN_FORWARDS,
-        known_call=_known_forward,
-        check=_check_forward,
-        bind=lambda tensors, call, asked: bind_op_forward(
-            tensors, call, shape_of_rstd(tensors[0], asked.own)
-        ),
-        for_fakes=_outputs_for_fakes,
-        by_operations=_outputs_by_operations,
-        rules=sharding.rules_of_forward,
-        recording=_recording,
-        node=_ForwardOfOp,
-        map=_map_forward,
-    )
+FORWARD_OP = LibraryOp(
+    name="rms_norm_forward",
+    schema=SCHEMAS["rms_norm_forward"],
+    count=4,
+    for_backend=itemgetter(0, 2, 3, 1),
+    known=KNOWN_FORWARDS,
+    known_call=_known_forward,
+    check=_check_forward,
+    bind=lambda tensors, call, asked: bind_op_forward(tensors, call, shape_of_rstd(tensors[0], asked.own)),
+    for_fakes=_outputs_for_fakes,
+    by_operations=_outputs_by_operations,
+    rules=sharding.rules_of_forward,
+    recording=_recording,
+    node=_ForwardOfOp,
+    map=_map_forward,
 )
+FORWARD = library_op.define(FORWARD_OP)
 BACKWARD = library_op.define(
     LibraryOp(
         name="rms_norm_backward",
@@ -291,6 +288,16 @@ BACKWARD = library_op.define(
         rules=sharding.rules_of_backward,
     )
 )
+
+
+def bind_dtensors(
+    given: ForwardTensors, tensors: ForwardTensors, dims: int, call: Call, outputs: Outputs
+) -> Run | None:
+    """Return a function that runs calls of `rms_norm` like one that the forward op ran, on DTensors; None where such a
+    call must not be known. given, tensors: as the caller gave them, and as the checks made them."""
+    arguments = passes.arguments_of_forward(tensors, dims, call)
+    in_order, returned = itemgetter(0, 3, 1, 2), passes.returned_of(given)
+    return known_dtensors.bind_public(FORWARD_OP, arguments, outputs, given, in_order, returned)
 
 
 def norm_in_graph(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -109,6 +110,11 @@ def bind_backward(
     return arranged(call.backward, spec, tensors, views, None if has_shapes else _shaped_gradients, wanted)
 
 
+def returned_of(tensors: ForwardTensors) -> Callable[[Outputs], Any]:
+    """Return a function that returns what `rms_norm` does, of y, rstd and residual_out."""
+    return itemgetter(0) if tensors[3] is None else itemgetter(0, 2)
+
+
 def _shaped_outputs(tensors: ForwardTensors, outputs: Outputs) -> Outputs:
     x, (y, rstd, residual_out) = tensors[0], outputs
     if y.shape != x.shape:
@@ -169,12 +175,16 @@ def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def call_forward(tensors: ForwardTensors, dims: int, call: Call) -> Outputs:
     """Call the forward op on x, weight, bias, residual. Return y, rstd of the op's shape, residual_out."""
-    x, weight, bias, residual = tensors
     register_sharding(tensors)
+    forward = torch.ops.tilegym_rmsnorm.rms_norm_forward.default  # op.py defines it
+    return forward(*arguments_of_forward(tensors, dims, call))
+
+
+def arguments_of_forward(tensors: ForwardTensors, dims: int, call: Call) -> tuple[Any, ...]:
+    x, weight, bias, residual = tensors
     _, eps, offset, casting, alpha, y_dtype, residual_dtype, _ = call.spec
     numbers = dims, eps, offset, casting, alpha
-    forward = torch.ops.tilegym_rmsnorm.rms_norm_forward.default  # op.py defines it
-    return forward(x, residual, weight, bias, *numbers, residual_dtype, y_dtype, call.backend)
+    return x, residual, weight, bias, *numbers, residual_dtype, y_dtype, call.backend
 
 
 def call_backward(
