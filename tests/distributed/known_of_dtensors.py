@@ -19,6 +19,7 @@ import by_address
 import processes
 import pytest
 import torch
+import torch._dynamo  # noqa: F401  (a DTensor imports it; here once, before the processes are forked)
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from every_op import OPS, note_unknown
@@ -645,4 +646,4 @@ def training_on_two_dimensions(mesh) -> None:
 
 
 if __name__ == "__main__":
-    processes.run_cases(globals(), compiles=True)
+    processes.run_cases(globals())

@@ -8,7 +8,7 @@ whether a graph fits: one call in C++ compares each tensor's class, dtype, devic
 dispatch keys, those of the thread too: so zero or negated tensors, inference mode and autocast make other calls. Guards
 do not see all that surrounds a call, freed memory, the grad mode, or where memory begins: `call_of` asks.
 
-Nothing here holds a tensor.
+A DTensor is described by its spec and its local tensor. Nothing here holds a tensor; keys hold specs, and those a mesh.
 """
 
 from __future__ import annotations
@@ -201,18 +201,12 @@ def _call_of_dtensors(
     cls = dtensor_class()
     if cls is None or is_profiled():
         return None
-    specs, placed = [], []
-    local: list[list[Any]] = [[], []]
-    for part, found in zip((rows, vectors), local, strict=True):
-        for each in part:
-            if type(each) is cls:
-                placed.append(each)
-                specs.append(each._spec)
-                found.append(each._local_tensor)
-            else:
-                specs.append(None)
-                found.append(each)
-    if not placed:
+    given = *rows, *vectors
+    specs = tuple([each._spec if type(each) is cls else None for each in given])
+    if not any(specs):
         return None
-    call = call_of(*map(tuple, local), (parts, *specs), others, backend)
-    return None if call is None else (call[0], call[1] + placed)
+    local = tuple(
+        [each if spec is None else each._local_tensor for each, spec in zip(given, specs, strict=True)]
+    )
+    call = call_of(local[: len(rows)], local[len(rows) :], (parts, specs), others, backend)
+    return None if call is None else (call[0], call[1] + [each for each in given if type(each) is cls])
