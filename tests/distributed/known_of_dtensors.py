@@ -112,12 +112,12 @@ def outcome(function, *given):
     return [described(each) for each in (results if isinstance(results, tuple) else (results,))]
 
 
-def make_known(mesh, **more):
+def make_known(on, **more):
     """Make both passes known, recorded and not, and return the tensors of a call."""
     known_calls.forget()
     with noting() as noted:
         for needs_grad in (False, True, False, True):
-            given = made(mesh, needs_grad=needs_grad)
+            given = made(on, needs_grad=needs_grad)
             noted.take()
             step(*given, **more)
         assert not noted.take(), "a call like the one before was run by DTensor's engine"
