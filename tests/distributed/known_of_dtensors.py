@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import _dtensor_spec as specs
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -318,6 +319,23 @@ def another_mesh(mesh) -> None:
                 assert all(torch.equal(one, other) for one, other in zip(whole, expected, strict=True))
 
 
+def shards_in_another_order(mesh) -> None:
+    """Two dimensions of a mesh shard one of x, the second before the first: the rows of a process are others."""
+    if (entry := getattr(specs, "ShardOrderEntry", None)) is None:
+        return
+    grid = init_device_mesh("cpu", (2, 2))
+    x, weight, dy = made(grid, [Shard(0), Shard(0)], needs_grad=False)
+    for _ in range(2):
+        step(x, weight, dy)
+    spec = specs.DTensorSpec(grid, x.placements, x._spec.tensor_meta, (entry(0, (1, 0)),))
+    x = DTensor(rows().chunk(4)[dist.get_rank() % 2 * 2 + dist.get_rank() // 2], spec, requires_grad=False)
+    for _ in range(3):
+        (y,) = step(x, weight, dy)
+        torch.testing.assert_close(
+            y.full_tensor(), torch.nn.functional.rms_norm(rows(), (N,), rows(2, (N,)) + 2, EPS)
+        )
+
+
 class Mode(BaseTorchFunctionMode):
     def __init__(self):
         self.seen = []
@@ -338,10 +356,10 @@ def watched(mesh) -> None:
         return run
 
     comms, mode = CommDebugMode(), Mode()
-    for block in (comms, FlopCounterMode(display=False)):
+    for block in (comms, FlopCounterMode(display=False), torch.autocast("cpu", torch.bfloat16)):
         assert assert_seen(mesh, under(block)), block
     assert comms.get_total_counts() == 0
-    for block in (mode, torch.device("cpu")):
+    for block in (mode, torch.device("cpu"), torch.autograd.set_multithreading_enabled(False)):
         assert_seen(mesh, under(block))
     assert mode.seen.count(rms_norm) == 2
     given = make_known(mesh)
@@ -496,6 +514,19 @@ def backward_passes(mesh) -> None:
         y = checkpoint(lambda x: rms_norm(x, N, weight, EPS).sin(), x, use_reentrant=False)
         return torch.autograd.grad(y, (x, weight), dy)
 
+    def recomputed_by_reentry(x, weight, dy):
+        y = checkpoint(lambda x: rms_norm(x, N, weight, EPS).sin(), x, use_reentrant=True)
+        x.grad = weight.grad = None
+        y.backward(dy)
+        return x.grad, weight.grad
+
+    def of_a_bias_alone(x, weight, dy):
+        bias = weight.detach().requires_grad_()
+        for _ in range(3):
+            y = rms_norm(x.detach(), N, weight.detach(), EPS, bias=bias)
+            results = torch.autograd.grad(y, bias, dy)
+        return results
+
     def expanded(x, weight, dy):
         return torch.autograd.grad(rms_norm(x, N, weight, EPS).sum(), (x, weight))
 
@@ -511,7 +542,7 @@ def backward_passes(mesh) -> None:
 
     for change in (
         *(retained, freed, twice, hooked, packed, unpacked_otherwise, changed_in_place, recomputed),
-        *(expanded, strided, to_leaves),
+        *(recomputed_by_reentry, of_a_bias_alone, expanded, strided, to_leaves),
     ):
         assert_seen(mesh, change)
 
@@ -566,6 +597,13 @@ def backends(mesh) -> None:
         assert by_address.calls == ["rms_norm_forward", "rms_norm_backward"]
         torch.autograd.grad(y, given[0], given[2])
         assert by_address.calls == ["rms_norm_forward", "rms_norm_backward"]
+        patch.setattr(known_calls, "is_settled", lambda *_: False)  # as of an interpreter
+        known_calls.forget()
+        with noting() as noted:
+            for _ in range(3):
+                noted.take()
+                step(*given)
+                assert noted.take()
     known_calls.forget()
 
 
