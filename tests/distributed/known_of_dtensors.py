@@ -113,22 +113,22 @@ def outcome(function, *given):
     return [described(each) for each in (results if isinstance(results, tuple) else (results,))]
 
 
-def make_known(on, **more):
-    """Make both passes known, recorded and not, and return the tensors of a call."""
+def make_known(on, at=ROWS, **more):
+    """Make both passes known, recorded and not, and return the tensors of a call. at: as of `made`."""
     known_calls.forget()
     with noting() as noted:
         for needs_grad in (False, True, False, True):
-            given = made(on, needs_grad=needs_grad)
+            given = made(on, at, needs_grad)
             noted.take()
             step(*given, **more)
         assert not noted.take(), "a call like the one before was run by DTensor's engine"
     return given
 
 
-def assert_seen(mesh, change, **more) -> list:
+def assert_seen(mesh, change, at=ROWS, **more) -> list:
     """A call that is changed gets right behind a known one what it gets as the first. change: takes x, weight and dy.
     Return what the known call did not do."""
-    given = make_known(mesh, **more)
+    given = make_known(mesh, at, **more)
     with noting() as noted:
         got = outcome(change, *given)
         found = noted.take()
@@ -253,18 +253,36 @@ def placed_otherwise(mesh) -> None:
 
 
 def partial_sums(mesh) -> None:
-    """Of x, of a residual and of dy."""
+    """Of x, of a weight, of a residual and of dy; also beside replicated ones, which have such local tensors."""
 
     def part(tensor):
         return DTensor.from_local(tensor.full_tensor().detach() / 4, mesh, [Partial()])
 
-    assert assert_seen(mesh, lambda x, weight, dy: step(part(x).requires_grad_(), weight, dy))
-    assert assert_seen(mesh, lambda x, weight, dy: step(x, weight, part(dy)))
+    for at in (ROWS, WHOLE):
+        assert assert_seen(mesh, lambda x, weight, dy: step(part(x).requires_grad_(), weight, dy), at)
+        assert assert_seen(mesh, lambda x, weight, dy: step(x, part(weight).requires_grad_(), dy), at)
+        assert assert_seen(mesh, lambda x, weight, dy: step(x, weight, part(dy)), at)
     x, _, _ = made(mesh)
     residual = x.detach()
     assert assert_seen(
         mesh, lambda x, weight, dy: step(x, weight, dy, residual=part(residual)), residual=residual
     )
+
+
+def shards_with_strides(mesh) -> None:
+    """Of a sequence that was sharded, and then flattened."""
+
+    def change(x, weight, dy):
+        x, dy = (distribute_tensor(rows(seed, (4, 8, N)), mesh, [Shard(1)]).flatten(0, 1) for seed in (0, 1))
+        return step(x.detach().requires_grad_(), weight, dy)
+
+    if processes.CAN_FLATTEN:
+        assert assert_seen(mesh, change)
+        with noting() as noted:
+            for _ in range(3):
+                noted.take()
+                change(*made(mesh))
+                assert noted.take()
 
 
 def fewer_rows_than_processes(mesh) -> None:
@@ -454,6 +472,20 @@ def other_tensors(mesh) -> None:
         assert_seen(mesh, change)
 
 
+def tensors_that_the_checks_changed(mesh) -> None:
+    """As autocast of a GPU casts them: a known call would not. Only tables that are replicated are made again."""
+    x, weight, _ = (each.detach() for each in made(mesh))
+    local = weight.to_local()
+    table, copied = (DTensor.from_local(each, mesh, [WHOLE]) for each in (local, local.clone()))
+    assert known_dtensors._added((x, weight), (x, weight.clone())) is None
+    assert known_dtensors._added((x, local), (x, copied)) is None
+    added = known_dtensors._added((x, local), (x, table))
+    assert added is not None and [described(each) for each in added((x, local))] == [
+        described(x),
+        described(table),
+    ]
+
+
 def local_tensors_that_need_gradients(mesh) -> None:
     """`distribute_tensor` of a leaf makes them. A known call that is not recorded records nothing of them."""
     x, weight, dy = made(mesh, needs_grad=False)
@@ -597,6 +629,12 @@ def backends(mesh) -> None:
         assert by_address.calls == ["rms_norm_forward", "rms_norm_backward"]
         torch.autograd.grad(y, given[0], given[2])
         assert by_address.calls == ["rms_norm_forward", "rms_norm_backward"]
+        x, weight, dy = given
+        for _ in range(3):  # a gradient of a bias alone is a sum, for which no backend is asked
+            y = rms_norm(x.detach(), N, None, EPS, bias=weight)
+            by_address.calls.clear()
+            torch.autograd.grad(y, weight, dy)
+            assert not by_address.calls
         patch.setattr(known_calls, "is_settled", lambda *_: False)  # as of an interpreter
         known_calls.forget()
         with noting() as noted:

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, dtensor_class, shards_of
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, dtensor_class
 from tilegym_rmsnorm.call.watched import is_watched
 from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import apply_of, is_recorded
@@ -60,9 +60,8 @@ def bind_public(
         return None
     if not is_recorded(*tensors):
         return lambda tensors: returned(run(added(tensors)))
-    backend = (
-        get_current_backend() if backend is None else backend
-    )  # autograd's threads do not see `use_backend`
+    if backend is None:
+        backend = get_current_backend()  # autograd's threads do not see `use_backend`
     recording = op.recording(lambda tensors: run(op.for_backend(tensors)), tensors, (*numbers, backend))
     recording.returned, record = returned, apply_of(op.node)
     return lambda tensors: record(recording, *in_order(added(tensors)))
@@ -108,9 +107,6 @@ def _bind(op: Any, arguments: Tensors, results: Any) -> Run | None:
     except (AttributeError, TypeError):  # private names, which a PyTorch to come may not have
         return None
     local = _local(tensors)
-    # The engine runs an op below autograd. A known call is there only where autograd records the DTensors.
-    if is_recorded(*local) and not is_recorded(*tensors):
-        return None
     asked = op.check(*local, *options)
     if not asked.checked.are_plain or (asked.wanted is not None and asked.wanted.why_no_backend is not None):
         return None
@@ -162,12 +158,11 @@ def _are_in_place(rules: Any, options: Tensors, specs: Tensors, of_results: Tens
     given = [each for each in specs if each is not None]
     mesh = given[0].mesh
     for spec in given:
+        # A shard with strides equals one without them, to some releases of PyTorch.
         if spec.mesh != mesh or any(type(each) not in (Shard, Replicate) for each in spec.placements):
             return False
-        # Neither shards in another order than that of the mesh, nor fewer elements than shards.
+        # The dimensions of the mesh may shard one of a tensor in another order than theirs.
         if spec != type(spec)(spec.mesh, spec.placements, spec.tensor_meta):
-            return False
-        if any(spec.shape[dim] < count for dim, count in shards_of(spec).items()):
             return False
     accepted = [
         [list(placed), list(of_tensors[: len(specs)])] for placed, of_tensors in rules(*specs, *options)
