@@ -203,7 +203,7 @@ def _call_of_dtensors(
         return None
     given = *rows, *vectors
     specs = tuple([each._spec if type(each) is cls else None for each in given])
-    if not any(specs):
+    if all([spec is None for spec in specs]):
         return None
     local = tuple(
         [each if spec is None else each._local_tensor for each, spec in zip(given, specs, strict=True)]

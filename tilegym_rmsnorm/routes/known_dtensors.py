@@ -80,7 +80,7 @@ def _added(given: Tensors, checked: Tensors) -> Callable[[Tensors], Tensors] | N
         ):
             return None
         specs.append(None if each is one else one._spec)
-    if not any(specs):
+    if all([spec is None for spec in specs]):
         return lambda tensors: tensors
     new = cls.__new__
 
