@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch._dynamo  # noqa: F401  (a DTensor imports it; here once, before the processes are forked)
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from every_op import OPS
 from placed_calls import (
     EPS,
@@ -62,6 +63,34 @@ def each_op(mesh) -> None:
                         assert [described(t) for t in results] == [described(t) for t in first[0]], (name, at)
                     if stays_in_place(call, one_mesh, at):
                         assert not others[-1][1], (op.name, name, at, needs_grad, others[-1][1])
+
+
+def collectives_that_still_run(mesh) -> None:
+    """Results of collectives, as sequence parallelism has them: x, dy or both are waited for."""
+    running = []
+
+    def reduced(placed):
+        local = collectives.all_reduce(placed.to_local().detach() / 4, "sum", mesh)
+        placed = DTensor.from_local(local, mesh, [ROWS])
+        running.append(placed._local_tensor)
+        assert type(running[-1]) is collectives.AsyncCollectiveTensor and not running[-1].completed
+        return placed
+
+    for of_x, of_dy, needs_grad in (
+        (True, False, False),
+        (True, False, True),
+        (False, True, True),
+        (True, True, True),
+    ):
+
+        def call(x, weight, dy, of_x=of_x, of_dy=of_dy, needs_grad=needs_grad):
+            x, dy = reduced(x) if of_x else x.detach(), reduced(dy) if of_dy else dy
+            return step(x.requires_grad_(needs_grad), weight.detach().requires_grad_(needs_grad), dy)
+
+        running.clear()
+        assert not assert_seen(mesh, call), (of_x, of_dy, needs_grad)
+        of_known = running[: len(running) // 2]  # the engine ran the others
+        assert of_known and all(each.completed for each in of_known)
 
 
 def stays_in_place(call, mesh, at) -> bool:

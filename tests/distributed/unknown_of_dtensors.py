@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch._dynamo  # noqa: F401  (a DTensor imports it; here once, before the processes are forked)
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from placed_calls import EPS, ROWS, WHOLE, N, assert_seen, described, made, make_known, noting, rows, step
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
@@ -184,8 +183,8 @@ class Subclass(DTensor):
 
 
 def other_tensors(mesh) -> None:
-    """Not plain, or of another class: a subclass, a collective that runs, a negation that is pending, fake tensors, no
-    memory, a plain weight."""
+    """Not plain, or of another class: a subclass, a negation that is pending, fake tensors, no memory, a plain
+    weight."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def from_local(local):
@@ -194,14 +193,6 @@ def other_tensors(mesh) -> None:
     def subclass(x, weight, dy):
         x, weight = (Subclass(t._local_tensor, t._spec, requires_grad=False) for t in (x, weight))
         return rms_norm(x, N, weight, EPS)
-
-    def communicated(x, weight, dy):
-        async_x = collectives.all_reduce(x.to_local().detach() / 4, "sum", mesh)
-        assert isinstance(async_x, collectives.AsyncCollectiveTensor)
-        return step(from_local(async_x).requires_grad_(), weight, dy)
-
-    def of_dy(x, weight, dy):
-        return step(x, weight, from_local(collectives.all_reduce(dy.to_local() / 4, "sum", mesh)))
 
     def negated(x, weight, dy):
         return step(from_local(torch._neg_view(x.to_local().detach())).requires_grad_(), weight, dy)
@@ -234,7 +225,7 @@ def other_tensors(mesh) -> None:
     def plain_dy(x, weight, dy):
         return step(x, weight, dy.full_tensor())
 
-    changes = subclass, communicated, of_dy, negated, negated_dy, fake, freed, plain_dy, replicated_weight
+    changes = subclass, negated, negated_dy, fake, freed, plain_dy, replicated_weight
     for change in changes:
         assert assert_seen(mesh, change), change.__name__
     for change in (plain_weight, plain_x):  # errors, before a check that is noted

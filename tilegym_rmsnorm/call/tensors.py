@@ -203,6 +203,18 @@ def _has_parts(cls: type) -> bool:
     return hasattr(cls, "_local_tensor") and hasattr(cls, "_spec")
 
 
+def local_of(tensor: Any) -> Tensor:
+    """Return the local tensor of a DTensor. Wait for it where it is the result of a collective that may still run, as
+    any operation on it would: those of sequence parallelism are."""
+    local = tensor._local_tensor
+    if type(local) is Tensor:
+        return local
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is None or type(local) is not collectives.AsyncCollectiveTensor or local.requires_grad:
+        return local
+    return local.trigger_wait()
+
+
 def splits_rows(tensor: Any, dims: int) -> bool:
     """Whether `tensor`, a DTensor or DTensorSpec, is sharded in its last `dims` dimensions, so that a process has only
     a part of each row."""

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.registry import is_settled, unseen
-from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, dtensor_class, is_plain
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, dtensor_class, is_plain, local_of
 from tilegym_rmsnorm.call.watched import (
     are_transforms_active,
     count_modes,
@@ -199,14 +199,12 @@ def _call_of_dtensors(
     DTensors too: their dispatch keys and requires_grad may differ from those of the local tensors. Under a profiler the
     engine of DTensor runs, so that the profiler sees the op."""
     cls = dtensor_class()
-    if cls is None or is_profiled():
+    if cls is None or is_profiled() or is_watched():
         return None
     given = *rows, *vectors
     specs = tuple([each._spec if type(each) is cls else None for each in given])
     if all([spec is None for spec in specs]):
         return None
-    local = tuple(
-        [each if spec is None else each._local_tensor for each, spec in zip(given, specs, strict=True)]
-    )
+    local = tuple([each if spec is None else local_of(each) for each, spec in zip(given, specs, strict=True)])
     call = call_of(local[: len(rows)], local[len(rows) :], (parts, specs), others, backend)
     return None if call is None else (call[0], call[1] + [each for each in given if type(each) is cls])

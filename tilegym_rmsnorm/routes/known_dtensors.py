@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, dtensor_class
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, dtensor_class, local_of
 from tilegym_rmsnorm.call.watched import is_watched
 from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import apply_of, is_recorded
@@ -127,7 +127,7 @@ def _specs(tensors: Tensors) -> Tensors:
 
 
 def _local(tensors: Tensors) -> Tensors:
-    return tuple([None if each is None else each._local_tensor for each in tensors])
+    return tuple([None if each is None else local_of(each) for each in tensors])
 
 
 def _wrapped(cls: Any, results: Any, specs: Tensors) -> Tensors:
