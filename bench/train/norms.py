@@ -76,7 +76,8 @@ def replace_norms(model: nn.Module) -> nn.Module:
 
 def patch_norms(model: nn.Module, patch_layers: bool) -> nn.Module:
     report = patch_model(model, patch_layers=patch_layers)
-    if not report.counts["patched"] or patch_layers and not report.counts["layers"]:
+    counts = report.counts
+    if counts["declined"] or not counts["patched"] or patch_layers and not counts["layers"]:
         raise RuntimeError(f"patch_model left norms or layers as they are: {report}")
     return model
 
