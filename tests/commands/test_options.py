@@ -27,9 +27,10 @@ COMMANDS = {path.relative_to(ROOT / "bench").with_suffix("").as_posix().replace(
         ("run", ("--tables", ""), "--tables: expected a path, got ''"),
         ("run", ("--provider", ""), "--provider: expected some of "),
         ("run", ("--shapes", ""), "--shapes: expected ROWSxCOLS,... with both at least 1, got ''"),
-        ("studies.train", ("--out", ""), "--out: expected a path, got ''"),
+        ("train.__main__", ("--out", ""), "--out: expected a path, got ''"),
         ("studies.one_launch_or_two", ("--out", ""), "--out: expected a path, got ''"),
-        ("studies.train", ("--backend", ""), "--backend: expected some of "),
+        ("train.__main__", ("--model", ""), "--model: expected some of "),
+        ("train.__main__", ("--norm", ""), "--norm: expected names, got ''"),
         ("gate", ("",), "result: expected a path, got ''"),
         ("gate", ("new.json", "--results", ""), "--results: expected a path, got ''"),
         # No slowdown is above a NaN, so every result passed.
