@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""bench.train over several processes on a CPU: FSDP2, tensor parallelism, and both, beside one process; and the command
+as torchrun starts it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import HAS_GPU
+from processes import run_script
+from training_steps import sizes_of
+
+from bench.report import curves, training
+from bench.train.norms import ways_of
+
+if not torch.distributed.is_available():
+    pytest.skip("torch is built without torch.distributed", allow_module_level=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(HAS_GPU, reason="tiny models, on a CPU")]
+SCRIPT = Path(__file__).with_name("spread_steps.py")
+
+
+def spread(count, *command):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    return run_script(*launcher, *command, GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize(("fsdp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_spread_models_train_as_one_process_does(fsdp, tp):
+    """Also two ranks of a tensor-parallel group: they see one batch, and sum what each has of a weight's gradient."""
+    done = spread(fsdp * tp, SCRIPT, str(fsdp), str(tp))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    passed = re.findall(r"passed (\S+) (\S+)", done.stdout)
+    models = ("decoder-4096", "decoder-2048-qk")
+    assert passed == [
+        (model, name) for model in models for name, way in ways_of(model).items() if way.change is None
+    ]
+
+
+def test_the_command_on_eight_processes(tmp_path):
+    """FSDP2 and tensor parallelism, as docs and bench/README.md have it for llama-8b on eight GPUs."""
+    options = ["--model", "llama-8b", "--tiny", "--eager", "--fsdp", "4", "--tp", "2", "--steps", "6"]
+    done = spread(8, "-m", "bench.train", *options, "--norm", "F.rms_norm,residual", "--out", tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    [path] = tmp_path.iterdir()
+    assert path.name == "train-llama-8b-eager-fsdp4-tp2.json", "the first rank alone writes"
+    result = json.loads(path.read_text())
+    first, second = result["trained"]
+    assert (first["norm"], second["norm"], result["fsdp"], result["tp"]) == ("F.rms_norm", "residual", 4, 2)
+    for each in result["trained"]:
+        assert each["error"] is None and each["same_bits"] is True and len(each["losses"]) == 6
+        assert each["losses"][0] == pytest.approx(5.55, abs=0.1), "256 letters, none of which is known"
+    assert curves.distances_of(result)["residual"] < 2e-3 < first["losses"][0] - first["losses"][-1]
+    sizes = sizes_of("llama-8b")
+    seconds = sorted(first["step_s"])[len(first["step_s"]) // 2]
+    rate = training.tokens_per_s(result, first)
+    assert rate == pytest.approx(4 * sizes.tokens / seconds, rel=0.3), "of four batches, not of eight"
+    assert done.stdout.count("written:") == 1 and done.stdout.count("first step: residual") == 1
