@@ -19,9 +19,9 @@ from PIL import Image
 from test_bench_results import make_cell
 
 from bench import remedy
-from bench.measure.provenance import RESULTS, gpu_slug
+from bench.measure.provenance import RESULTS, gpu_slug, kept_in
 from bench.providers.peers import ALL_PROVIDERS
-from bench.report import html_report, overview, pictures, plots, readme, widths
+from bench.report import curves, device_time, html_report, overview, pictures, plots, readme, widths
 from bench.report import tables as report
 from bench.report.styles import OTHER, STYLES
 from bench.studies import one_launch_or_two, rope, traced
@@ -116,11 +116,11 @@ def test_the_newest_of_each_gpu_and_dtype_are_shown(tmp_path):
     new, grid = keep("b", make_result(make_record(), **late)), keep("c-grid", make_grid())
     half, other = keep("a", make_result(make_record(dtype="float16"))), keep("a", make_grid(), "h200")
     keep("cpu", make_result(make_record(), gpu=None, **late))
-    (tmp_path / "h100" / "train.json").write_text('{"gpu": "H100", "runs": []}')
+    (tmp_path / "h100" / "train-llama-1b-eager.json").write_text('{"gpu": "H100", "trained": []}')
     assert readme.kept_results(tmp_path) == [new, half, grid, other]
 
 
-SECTIONS = ("overview", "behind", "option", "host", "block", "bench", "train")
+SECTIONS = ("overview", "behind", "option", "host", "block", "bench")
 
 
 def test_the_pages_show_what_is_kept(monkeypatch):
@@ -129,17 +129,18 @@ def test_the_pages_show_what_is_kept(monkeypatch):
     monkeypatch.setattr(
         readme, "refresh", lambda page, section, text: written.update({(page, section): text})
     )
-    monkeypatch.setattr(overview, "plot", lambda result, path: None)
+    for module in (overview, curves, device_time):
+        monkeypatch.setattr(module, "plot", lambda *_: None)
     monkeypatch.setattr(readme.Path, "write_text", lambda page, text: beside.update({page: text}))
     readme.refresh_results(readme.kept_results(RESULTS))
-    readme.refresh_training(*RESULTS.glob("*/train.json"))
+    readme.refresh_training([path for path, _ in kept_in(RESULTS, "*/train-*.json")])
     for (page, section), expected in written.items():
         [shown] = re.findall(
             rf"<!-- {section}:begin -->\n(.*?)<!-- {section}:end -->", page.read_text(), re.DOTALL
         )
         assert shown.strip() == expected, (page, section)
     assert len(beside) == 10 and all(page.read_text() == text for page, text in beside.items())
-    pages = [readme.ROOT / name for name in ("README.md", readme.PAGE, readme.INDEX)]
+    pages = [readme.ROOT / name for name in ("README.md", readme.PAGE, readme.INDEX, readme.TRAINING)]
     marked = {
         (page, name) for page in pages for name in re.findall(r"<!-- (\w+):begin -->", page.read_text())
     }
@@ -215,7 +216,7 @@ def figures(monkeypatch):
 
 
 def test_every_provider_has_a_style_of_its_own():
-    assert set(ALL_PROVIDERS) < set(STYLES)
+    assert set(ALL_PROVIDERS) == set(STYLES)
     for kind in zip(*STYLES.values(), OTHER, strict=True):
         assert len(set(kind)) == len(STYLES) + 1, kind
 
@@ -442,9 +443,9 @@ def test_results_of_two_gpus_say_which_is_which(tmp_path):
 
 
 def test_what_is_no_result_is_refused(tmp_path, capsys):
-    (tmp_path / "train.json").write_text('{"runs": []}')
+    (tmp_path / "train-llama-1b-eager.json").write_text('{"trained": []}')
     with pytest.raises(SystemExit, match="2"):
-        html_report.main([str(tmp_path / "train.json")])
+        html_report.main([str(tmp_path / "train-llama-1b-eager.json")])
     assert "expected a result with records, got" in capsys.readouterr().err
 
 

@@ -215,7 +215,7 @@ def test_gate_takes_a_folder_with_results_of_training_too(tmp_path):
     tables.write_json(make_result(make_record()), folder / "2026-11-20-bfloat16.json")
     new = tmp_path / "new"
     tables.write_json(make_result(make_record(104.0)), new / "2026-11-21-bfloat16.json")
-    (new / "train.json").write_text("{}")
+    (new / "train-llama-1b-eager.json").write_text("{}")
     assert gate.main([str(new), "--results", str(tmp_path / "results")]) == 0
 
 
@@ -236,7 +236,7 @@ def test_gate_compares_with_the_same_gpu_only_and_never_with_itself(tmp_path, ca
 
     same = tmp_path / "results" / "nvidia-h100-80gb-hbm3"
     tables.write_json(make_result(make_record(100.0)), same / "2026-11-20-bfloat16.json")
-    (same / "train.json").write_text('{"runs": []}')
+    (same / "train-llama-1b-eager.json").write_text('{"trained": []}')
     partial = tmp_path / "results" / "partial" / same.name / "2026-11-21-bfloat16.json"
     tables.write_json(make_result(make_record(150.0), date="2026-11-21T11:00:00+00:00"), partial)
     assert gate.main(arguments) == 1
@@ -309,7 +309,7 @@ def test_only_what_is_kept_counts(tmp_path):
         f"{gpu_slug(h200)}/2026-11-20-bfloat16-grid": make_result(make_record(), gpu=h200, is_grid=True),
     }.items():
         tables.write_json(result, tmp_path / f"{name}.json")
-    for name, text in {"train": '{"gpu": "NVIDIA H200", "runs": []}', "list": "[]"}.items():
+    for name, text in {"train-llama-1b-eager": '{"gpu": "NVIDIA H200", "trained": []}', "list": "[]"}.items():
         (tmp_path / gpu_slug(h200) / f"{name}.json").write_text(text)
     (tmp_path / "ci" / "cut.json").write_text("{")
     (tmp_path / "empty").mkdir()
