@@ -147,6 +147,20 @@ def test_a_fused_norm_that_is_left_in_a_graph_ends_the_way(monkeypatch):
         way_and_step("decoder-2048-qk", "replaced", torch.bfloat16)
 
 
+def test_replaced_norms_keep_weight_and_eps():
+    """Of a model that was trained before, say."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = dataclasses.replace(sizes_of("qwen3-1.7b"), eps=0.5)
+    torch.manual_seed(0)
+    model = away_from_one(build_hugging_face("qwen3-1.7b", sizes, CPU))
+    tokens, weights = some_tokens(sizes), [each for each in model.parameters() if each.ndim == 1]
+    expected = loss_of(model)(tokens)
+    norms.replace_norms(model)
+    assert sum(type(each) is torch.nn.RMSNorm for each in model.modules()) == sizes.norms == len(weights)
+    assert all(any(each is weight for weight in weights) for each in model.parameters() if each.ndim == 1)
+    torch.testing.assert_close(loss_of(model)(tokens), expected)
+
+
 # Liger, by a stand-in that replaces the class as its own patch does
 
 
