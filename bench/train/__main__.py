@@ -16,9 +16,9 @@ Without a GPU, and with --tiny, models are tiny: that shows how it works. bench/
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that would fail
-    from bench import require
+    from bench import LIBRARIES, require
 
-    require("torch", "matplotlib", "tabulate", "transformers")
+    require(*LIBRARIES, "transformers")
 
 import argparse
 import contextlib
@@ -27,8 +27,9 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     if folder is None:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         folder = RESULTS / gpu_slug(gpu)
-    if reason := why_not_writable(folder):
+    # Other processes would meet the folder that this one makes and removes, to try it.
+    if os.environ.get("RANK", "0") == "0" and (reason := why_not_writable(folder)):
         parser.error(f"--out: no results can be kept there: {reason}")
     modes = [False] if arguments.eager else [True] if arguments.compile else [False, True]
     pairs = list(itertools.product(arguments.model, modes))
@@ -106,10 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--model: expected decoders beside --fsdp and --tp, got {', '.join(refused)}")
     if len(pairs) == 1:
         ((model, compiled),) = pairs
-        try:
-            return train(model, compiled, arguments, folder)
-        except ValueError as error:
-            parser.error(str(error))
+        return train(model, compiled, arguments, folder, parser.error)
     if spread:
         parser.error("--fsdp, --tp: expected one --model, and --eager or --compile")
     statuses = [in_a_process(model, compiled, argv) for model, compiled in pairs]
@@ -133,13 +132,18 @@ def in_a_process(model: str, compiled: bool, argv: list[str]) -> int:
     return subprocess.run(command, cwd=Path(__file__).resolve().parents[2]).returncode
 
 
-def train(model: str, compiled: bool, arguments: argparse.Namespace, folder: Path) -> int:
-    """Measure one model and mode, and write its result."""
+def train(
+    model: str, compiled: bool, arguments: argparse.Namespace, folder: Path, refuse: Callable[[str], NoReturn]
+) -> int:
+    """Measure one model and mode, and write its result. refuse: ends the command with why it takes no such options."""
     from bench.train import parallel, text
     from bench.train.measure import Plan, measure
     from bench.train.norms import ways_of
 
-    meshes = parallel.start(arguments.fsdp, arguments.tp)
+    try:
+        meshes = parallel.start(arguments.fsdp, arguments.tp)
+    except ValueError as error:
+        refuse(str(error))
     with contextlib.ExitStack() as stack:
         if meshes is not None:
             stack.callback(dist.destroy_process_group)
@@ -154,7 +158,7 @@ def train(model: str, compiled: bool, arguments: argparse.Namespace, folder: Pat
         }
         chosen = tuple(ways) if arguments.norm is None else arguments.norm
         if unknown := [name for name in chosen if name not in ways]:
-            raise ValueError(f"--norm: expected some of {', '.join(ways)}, got {unknown[0]}")
+            refuse(f"--norm: expected some of {', '.join(ways)}, got {unknown[0]}")
         count = arguments.steps or (TINY_STEPS if is_tiny else STEPS)
         plan = Plan(sizes, compiled, count, device, meshes, meshes is None, arguments.seconds)
         set_sm_margin(arguments.sm_margin)

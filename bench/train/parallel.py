@@ -38,7 +38,7 @@ class Meshes(NamedTuple):
 
 
 def start(fsdp: int, tp: int) -> Meshes | None:
-    """Join the processes that torchrun started, as a mesh of fsdp x tp; None where it started none.
+    """Join the processes that torchrun started, as a mesh of fsdp x tp; None of one process alone.
 
     Raises ValueError where these are another number of processes.
     """
@@ -46,7 +46,7 @@ def start(fsdp: int, tp: int) -> Meshes | None:
     if fsdp * tp != world:
         start_by = f"torchrun --nproc-per-node {fsdp * tp} -m bench.train ..."
         raise ValueError(f"--fsdp and --tp: expected {world} processes in all, got {fsdp} x {tp}; {start_by}")
-    if "WORLD_SIZE" not in os.environ:
+    if world == 1:
         return None
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

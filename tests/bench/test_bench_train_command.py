@@ -19,7 +19,7 @@ from training_steps import sizes_of
 from bench.measure.provenance import ROOT, describe_run
 from bench.report import curves, training
 from bench.train import __main__ as command
-from bench.train import kernels, measure, norms, text
+from bench.train import kernels, measure, norms, parallel, text
 from bench.train.models import MODELS, USUAL
 from bench.train.norms import ways_of
 from tilegym_rmsnorm import settings
@@ -124,6 +124,25 @@ def test_another_number_of_processes_names_the_command(world, no_training, monke
     assert "torchrun --nproc-per-node 8 -m bench.train" in message
 
 
+def test_torchrun_of_one_process_is_one_process(without_training, monkeypatch, tmp_path):
+    """It joins no group: its parameters and its result's file would be as those without torchrun."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert parallel.start(1, 1) is None
+    with pytest.raises(EndedError):
+        run("--out", str(tmp_path), model="llama-1b")
+
+
+def test_an_error_of_a_run_is_no_matter_of_options(monkeypatch, tmp_path):
+    """In a spread run an exception of a way ends it: its traceback says where."""
+
+    def fail(*_):
+        raise ValueError("it broke")
+
+    monkeypatch.setattr(measure, "measure", fail)
+    with pytest.raises(ValueError, match="it broke"):
+        run("--out", str(tmp_path))
+
+
 def test_several_models_are_not_spread_at_once(no_training, capsys, tmp_path):
     message = refused(capsys, "--tp", "2", "--out", str(tmp_path), model="decoder-4096,llama-8b")
     assert "--fsdp, --tp: expected one --model, and --eager or --compile" in message
@@ -133,6 +152,18 @@ def test_results_that_cannot_be_kept_are_refused_before_training(no_training, ca
     (tmp_path / "file").write_text("")
     message = refused(capsys, "--out", str(tmp_path / "file"))
     assert "--out: no results can be kept there: " in message
+
+
+def test_the_first_of_several_processes_tries_the_folder_alone(
+    without_training, monkeypatch, tmp_path, capsys
+):
+    """Another would find the folder that the first one makes, and then removes."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(EndedError):
+        run("--out", str(tmp_path / "file"))
+    monkeypatch.setenv("RANK", "0")
+    assert "no results can be kept there" in refused(capsys, "--out", str(tmp_path / "file"))
 
 
 class EndedError(Exception):
@@ -162,13 +193,14 @@ def test_the_fewest_steps_are_trained(without_training, tmp_path):
         run("--steps", "6", "--out", str(tmp_path))
 
 
-def test_training_without_transformers_says_what_to_install(tmp_path):
+@pytest.mark.parametrize("missing", ["transformers", "tqdm"])
+def test_training_without_a_library_says_what_to_install(missing):
     """Before anything is imported that asks for it."""
-    program = "import sys, runpy; sys.modules['transformers'] = None; sys.argv[1:] = ['--help']\n"
+    program = f"import sys, runpy; sys.modules['{missing}'] = None; sys.argv[1:] = ['--help']\n"
     program += "runpy.run_module('bench.train', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
-    assert re.search(r"needs transformers\. To install .* -m pip install '.*\[bench\]'", done.stderr)
+    assert re.search(rf"needs {missing}\. To install .* -m pip install '.*\[bench\]'", done.stderr)
 
 
 # Several models and modes

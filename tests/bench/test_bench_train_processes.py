@@ -44,9 +44,11 @@ def test_spread_models_train_as_one_process_does(fsdp, tp):
 def test_the_command_on_eight_processes(tmp_path):
     """FSDP2 and tensor parallelism, as docs and bench/README.md have it for llama-8b on eight GPUs."""
     options = ["--model", "llama-8b", "--tiny", "--eager", "--fsdp", "4", "--tp", "2", "--steps", "6"]
-    done = spread(8, "-m", "bench.train", *options, "--norm", "F.rms_norm,residual", "--out", tmp_path)
+    done = spread(
+        8, "-m", "bench.train", *options, "--norm", "F.rms_norm,residual", "--out", tmp_path / "new"
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    [path] = tmp_path.iterdir()
+    [path] = (tmp_path / "new").iterdir()
     assert path.name == "train-llama-8b-eager-fsdp4-tp2.json", "the first rank alone writes"
     result = json.loads(path.read_text())
     first, second = result["trained"]
