@@ -117,15 +117,16 @@ def test_without_cuda_tile_there_are_tritons_names(monkeypatch):
 
 def test_a_kernel_counts_from_where_the_one_before_ends():
     """One that is launched programmatically begins early, and waits; one of another stream runs beside it."""
-    first, early, beside, inside, later = (
+    first, early, beside, inside, waits, later = (
         Kernel("first", 0, 10, 7),
         Kernel("early", 6, 15, 7),
         Kernel("beside", 6, 15, 8),
         Kernel("inside", 7, 14, 7),
+        Kernel("waits", 13, 18, 7),
         Kernel("later", 20, 21, 7),
     )
-    found = alone([later, inside, beside, early, first])
-    assert dict(found) == {first: 10, early: 5, beside: 9, inside: 0, later: 1}
+    found = alone([later, inside, waits, beside, early, first])
+    assert dict(found) == {first: 10, early: 5, beside: 9, inside: 0, waits: 3, later: 1}
 
 
 def test_exposed_communication_is_what_runs_beside_nothing():
