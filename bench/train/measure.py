@@ -177,10 +177,14 @@ def measure(
         except Exception as error:
             leave_out(name, error)
         tell(f"first step: {name}: {records[name].get('first_step_s')} s")
-    if not trainees:
-        return list(records.values())
-    for name, seconds in take_turns(trainees, plan, tell).items():
-        records[name] |= {"step_s": [round(each, 6) for each in seconds]}
+    seconds: dict[str, list[float]] = {}
+    while trainees and not seconds:
+        try:
+            seconds = take_turns(trainees, plan, tell)
+        except TurnError as failed:  # the others begin anew without it
+            leave_out(failed.name, failed.error)
+    for name, times in seconds.items():
+        records[name] |= {"step_s": [round(each, 6) for each in times]}
     each_of("memory", peak_memory)
     if plan.is_cuda:
         each_of("kernels", profile)
@@ -213,25 +217,37 @@ def dynamo_counts() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+class TurnError(Exception):
+    """The error of one trainee in a turn."""
+
+    def __init__(self, name: str, error: Exception):
+        super().__init__(name)
+        self.name, self.error = name, error
+
+
 def take_turns(
     trainees: dict[str, Trainee], plan: Plan, tell: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """Seconds of a step, turn by turn: every trainee has as many turns, forwards and backwards in order.
 
-    Turns end when the half width of every ratio to the first trainee is at most HALF_WIDTH, or time is up.
+    Turns end when the half width of every ratio to the first trainee is at most HALF_WIDTH, or time is up. Raises
+    TurnError where a step fails.
     """
     found: dict[str, list[float]] = {name: [] for name in trainees}
     sources = {name: trainee.batches(OTHER_SEED) for name, trainee in trainees.items()}
 
     def turn(name: str, steps: int) -> float:
         trainee = trainees[name]
-        with trainee.way.around():
-            plan.synchronize()
-            started = time.perf_counter()
-            for _ in range(steps):
-                trainee.step(next(sources[name]))
-            plan.synchronize()
-            return (time.perf_counter() - started) / steps
+        try:
+            with trainee.way.around():
+                plan.synchronize()
+                started = time.perf_counter()
+                for _ in range(steps):
+                    trainee.step(next(sources[name]))
+                plan.synchronize()
+                return (time.perf_counter() - started) / steps
+        except Exception as error:
+            raise TurnError(name, error) from error
 
     order = list(trainees)
     single = statistics.median(turn(order[0], 1) for _ in range(3))

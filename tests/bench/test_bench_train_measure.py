@@ -360,7 +360,7 @@ def test_an_operation_without_a_deterministic_kernel_says_so(monkeypatch):
 
 
 def failing(where):
-    """A way that raises: as it is built, in its first step, or later."""
+    """A way that raises: as it is built, in its first step, or in a turn."""
     real, steps = ways_of(MODEL)["rms_norm"], itertools.count()
 
     def build(sizes, device):
@@ -369,7 +369,7 @@ def failing(where):
         model = real.build(sizes, device)
 
         def hook(*_):
-            if next(steps) >= {"first step": 0, "loss": 1000}[where]:
+            if next(steps) >= {"first step": 0, "turns": 10}[where]:
                 raise RuntimeError("it broke")
 
         model.register_forward_pre_hook(hook)
@@ -378,7 +378,7 @@ def failing(where):
     return dataclasses.replace(real, build=build)
 
 
-@pytest.mark.parametrize("where", ["build", "first step"])
+@pytest.mark.parametrize("where", ["build", "first step", "turns"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_way_that_fails_leaves_the_others_measured(where, place):
     """Also the first one, whose parameters the others would share."""
@@ -391,7 +391,8 @@ def test_a_way_that_fails_leaves_the_others_measured(where, place):
     assert [each["norm"] for each in records] == names
     for each in records:
         if each["norm"] == "broken":
-            assert each == {"norm": "broken", "error": "RuntimeError: it broke"}
+            first = {"first_step_s": each["first_step_s"]} if where == "turns" else {}
+            assert each == {"norm": "broken", "error": "RuntimeError: it broke"} | first
         else:
             assert each["error"] is None and len(each["step_s"]) == ratios.LEAST_PAIRS and each["same_bits"]
             assert len(each["losses"]) == STEPS and math.isfinite(each["validation_loss"])
