@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from helpers import HAS_GPU
 from training_steps import sizes_of, way_and_step
 
 from bench.train import kernels
@@ -97,6 +98,8 @@ def test_names_of_tritons_kernels_are_those_that_it_launches(monkeypatch, ours):
             if "repr=kernel_name" not in options:
                 named.add(name)
     assert named == set(kernels.TRITON) <= ours
+    if HAS_GPU:
+        pytest.skip("the model is on a CPU, where the interpreter runs kernels")
     launched, run = set(), host.run
 
     def noting(device, *launches):
