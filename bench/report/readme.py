@@ -66,15 +66,11 @@ def refresh_results(paths: Iterable[Path]) -> None:
 
 def refresh_training(paths: Iterable[Path]) -> None:
     """Puts results of bench.train into README.md and docs/training.md, and draws their loss curves."""
-    from bench.report import (
-        curves,
-        device_time,
-        training,
-    )  # which need matplotlib, as one_launch_or_two does not
+    from bench.report import curves, device_time, training  # they need matplotlib, one_launch_or_two does not
 
     results = load(paths)
     for path, result in results.items():
-        if "other_losses" in result["trained"][0]:
+        if curves.noise_of(result) is not None:
             curves.plot(result, training.title(result), path.with_suffix(".png"))
     for folder in sorted({path.parent for path in results}):
         alone = [

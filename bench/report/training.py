@@ -19,6 +19,7 @@ kernels                         the longest: name, kind, count, milliseconds
 losses, other_losses            of training from one seed, and from another
 validation_loss                 afterwards, of text that was not trained on
 same_bits                       whether two deterministic runs have the same losses and parameters
+why_no_bits                     why that is None, where an operation has no deterministic kernel
 error                           why there are no figures, None where there are
 """
 
@@ -197,7 +198,8 @@ def in_order(results: Iterable[Result]) -> list[Result]:
             each["fsdp"] * each["tp"],
             models.index(each["model"]),
             each["compiled"],
-            stem_of(each),
+            each["fsdp"],
+            each["sm_margin"] or 0,
         ),
     )
 

@@ -44,6 +44,7 @@ from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
 
 STEPS, TINY_STEPS, LEAST_STEPS = 60, 12, 6
+WHERE = "bench/results/GPU/, with --tiny or --norm bench/results/partial/GPU/"
 SMOOTHED = 10  # steps of a moving average, at most half of all
 
 
@@ -66,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--steps", type=steps, help=f"of a loss curve; default: {STEPS}, of a tiny model {TINY_STEPS}")
     add("--seconds", type=options.positive, default=60, help="at most, of the turns of one model and mode")
     add("--tiny", action="store_true", help="a model of the same form that trains in seconds")
-    add("--out", type=options.path, metavar="FOLDER", help="of the results; default: bench/results/GPU/")
+    add("--out", type=options.path, metavar="FOLDER", help=f"of the results; default: {WHERE}")
     return parser
 
 
@@ -91,13 +92,13 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     choose_tables()
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # without it cuBLAS refuses deterministic runs
+    # Without it cuBLAS refuses deterministic runs.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     folder = arguments.out
     if folder is None:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        folder = RESULTS / gpu_slug(gpu)
+        is_part = gpu is not None and (arguments.tiny or arguments.norm is not None)
+        folder = RESULTS / ("partial" if is_part else "") / gpu_slug(gpu)
     # Other processes would meet the folder that this one makes and removes, to try it.
     if os.environ.get("RANK", "0") == "0" and (reason := why_not_writable(folder)):
         parser.error(f"--out: no results can be kept there: {reason}")
@@ -120,15 +121,8 @@ def in_a_process(model: str, compiled: bool, argv: list[str]) -> int:
     """Measure one model and mode in a process of its own: compiled models stay in memory."""
     mode = "--compile" if compiled else "--eager"
     others = [each for each in argv if each not in ("--eager", "--compile")]
-    command = [
-        sys.executable,
-        "-m",
-        "bench.train",
-        *others,
-        "--model",
-        model,
-        mode,
-    ]  # the last --model counts
+    # The last --model counts.
+    command = [sys.executable, "-m", "bench.train", *others, "--model", model, mode]
     return subprocess.run(command, cwd=Path(__file__).resolve().parents[2]).returncode
 
 

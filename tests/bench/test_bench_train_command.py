@@ -301,7 +301,7 @@ def test_what_a_run_writes_is_what_its_page_says(tmp_path, capsys, monkeypatch):
     first, second = result["trained"]
     assert (first["norm"], second["norm"]) == ("F.rms_norm", "fused")
     profiled = {*kernels.by_kind([], frozenset(), 1), "optimizer_ms"}
-    assert first.keys() == of_way - profiled - {"graphs", "graph_breaks"}
+    assert first.keys() == of_way - profiled - {"graphs", "graph_breaks", "why_no_bits"}
     assert second.keys() == first.keys() - {"other_losses"}
     assert profiled < of_way
     assert len(first["losses"]) == len(first["other_losses"]) == len(second["losses"]) == 8
