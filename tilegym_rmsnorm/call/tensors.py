@@ -210,9 +210,9 @@ def local_of(tensor: Any) -> Tensor:
     if type(local) is Tensor:
         return local
     collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is None or type(local) is not collectives.AsyncCollectiveTensor or local.requires_grad:
-        return local
-    return local.trigger_wait()
+    cls = getattr(collectives, "AsyncCollectiveTensor", None)
+    is_running = type(local) is cls and hasattr(cls, "trigger_wait") and not local.requires_grad
+    return local.trigger_wait() if is_running else local
 
 
 def splits_rows(tensor: Any, dims: int) -> bool:

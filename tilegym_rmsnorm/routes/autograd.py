@@ -34,7 +34,6 @@ class Recording:
     # autograd raises if that was changed in place or freed, and hooks load or compute it.
     gradients: Callable[[Callable[[], Tensors], Tensors, tuple[bool, ...]], Tensors]
     returned: Callable[[Tensors], Any] | None = None  # the results, of the outputs; None: all of them
-    is_one: bool = False  # there is one result, which is not in a tuple
     without_gradient: Callable[[Tensors, tuple[bool, ...]], Tensors] | None = None  # results, of the outputs
     # The backend's function, where the first saved tensor is a result too: autograd detaches it, and a dispatch mode
     # may replace that. So modes are hidden as from this function.
@@ -50,9 +49,8 @@ class RecordedFunction(torch.autograd.Function):
         outputs = recording.run(tensors)
         ctx.recording = recording
         ctx.save_for_backward(*recording.saved(tensors, outputs))
-        if not recording.is_one:
-            # The gradient of an unused result is None, and so are those that it leads to. Zeros would be no DTensor.
-            ctx.set_materialize_grads(False)
+        # The gradient of an unused result is None, and so are those that it leads to. Zeros would be no DTensor.
+        ctx.set_materialize_grads(False)
         if recording.without_gradient is not None:
             if fixed := recording.without_gradient(outputs, ctx.needs_input_grad[1:]):
                 ctx.mark_non_differentiable(*fixed)
@@ -77,7 +75,8 @@ def apply_of(function: type[RecordedFunction]) -> Callable[..., Any]:
     """Return `function.apply` in C++. The Python around it, which checks for functorch and unwraps, costs 2 us. Dynamo
     before torch 2.13 does not know this apply, and never traces it here. Let autograd call the backward too without the
     Python that looks for it, which costs 0.6 us."""
-    function._backward_cls.apply = function.backward
+    if (node := getattr(function, "_backward_cls", None)) is not None:
+        node.apply = function.backward
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 

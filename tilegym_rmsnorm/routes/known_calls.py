@@ -75,6 +75,7 @@ class KnownCalls:
         self._kinds[key] = (kind, *self._kinds.get(key, ())[: MOST_KINDS - 1])
 
 
+WITH_FORGET: list[Callable[[], None]] = []  # what else `forget` calls
 _SHARED: list[KnownCalls] = []  # of public calls and library ops; each recorded call has another of its own
 
 
@@ -88,6 +89,8 @@ def forget() -> None:
     """Empty the shared caches, so that every call passes all checks once more."""
     for calls in _SHARED:
         calls._kinds.clear()
+    for forget_more in WITH_FORGET:
+        forget_more()
 
 
 def run_and_remember(

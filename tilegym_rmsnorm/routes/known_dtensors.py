@@ -22,7 +22,7 @@ from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, dtensor_class, local_of
 from tilegym_rmsnorm.call.watched import is_watched
 from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import apply_of, is_recorded
-from tilegym_rmsnorm.routes.known_calls import Run, may_remember
+from tilegym_rmsnorm.routes.known_calls import WITH_FORGET, Run, may_remember
 from tilegym_rmsnorm.settings import get_current_backend
 
 Tensors = tuple[Any, ...]
@@ -174,3 +174,6 @@ def _are_in_place(rules: Any, options: Tensors, specs: Tensors, of_results: Tens
         if placed not in accepted:
             return False
     return True
+
+
+WITH_FORGET.append(_are_in_place.cache_clear)  # its keys hold meshes

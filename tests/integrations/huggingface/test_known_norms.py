@@ -210,6 +210,41 @@ def test_an_eps_that_a_class_hides_is_seen(slow):
         torch.testing.assert_close(norm(rows()), plain(rows()))
 
 
+def in_eval_another(name, value):
+    """Return a property that is the module's own while it trains, and `value` in evaluation."""
+
+    def get(self):
+        own = self._parameters if name == "weight" else self.__dict__
+        return own[name] if self.training else value
+
+    def set_(self, given):
+        (self._parameters if name == "weight" else self.__dict__)[name] = given
+
+    return property(get, set_)
+
+
+PROPERTIES = {"weight": torch.full((N,), 3.0), "variance_epsilon": 0.5}
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize("is_later", [False, True], ids=["before the patch", "after known calls"])
+def test_a_property_of_the_class_is_read_in_each_call(name, is_later, monkeypatch):
+    """A known call took the parameter in its place."""
+    norm = norm_of()
+    plain, member = copy.deepcopy(norm), in_eval_another(name, PROPERTIES[name])
+    plain.__class__ = type("Switching", (type(norm),), {name: member})
+    if not is_later:
+        norm.__class__ = type(plain)
+    model = nn.Sequential(norm)
+    patch_model(model)
+    for _ in range(3):
+        model(rows())
+    if is_later:
+        monkeypatch.setattr(type(norm), name, member, raising=False)
+    for is_training in (True, False, True, False):
+        torch.testing.assert_close(model.train(is_training)(rows()), plain.train(is_training)(rows()))
+
+
 INPUTS = {
     "more rows": lambda: torch.randn(4, 5, N),
     "one row": lambda: torch.randn(N),

@@ -150,7 +150,7 @@ def compute(norm: Any, x: Any, match: Match, original: Callable[..., Any], backe
     if call is None:
         return original(norm, x)
     y = run(x, match, call, backend)
-    if described is not None and call.weight is tensors[1] and call.eps is eps:  # no property hides them
+    if described is not None and call.weight is tensors[1] and call.eps is eps:
         others = _others(x, match, call)
         known = KNOWN.find(norm_call(tensors, x.shape[-1:], call.eps, others, backend))
         if known is not None:
@@ -161,7 +161,10 @@ def compute(norm: Any, x: Any, match: Match, original: Callable[..., Any], backe
 def _described(norm: Any, x: Tensor, match: Match, backend: str | None) -> tuple[Any, Any, float | None]:
     """Describe a call for `_KNOWN`, and return its tensors as `rms_norm` takes them, and eps. The description is None
     where more decides than it says. Dictionaries are read: Module.__getattr__ takes 0.6 us for a parameter."""
-    attributes, weight = norm.__dict__, None
+    attributes, weight, cls = norm.__dict__, None, type(norm)
+    # What a class has of these names, as a property, decides before the dictionaries.
+    if (match.weight and hasattr(cls, match.weight)) or (match.eps and hasattr(cls, match.eps)):
+        return None, (), None
     if match.weight and (not match.switch or getattr(norm, match.switch)):
         weight = attributes["_parameters"].get(match.weight)
         if weight is None or match.weight in attributes:
@@ -172,8 +175,7 @@ def _described(norm: Any, x: Tensor, match: Match, backend: str | None) -> tuple
         return None, (), None
     if x.layout is not torch.strided or not x.is_contiguous():
         return None, (), None
-    # The class: another may have a property in the place of weight or eps.
-    others = type(norm), match.arithmetic, match.offset, eps
+    others = cls, match.arithmetic, match.offset, eps
     return call_of((x,), (weight,), (weight is None,), others, backend), (x, weight, None, None), eps
 
 

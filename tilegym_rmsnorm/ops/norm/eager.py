@@ -55,8 +55,7 @@ def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[Forwar
     gradients = functools.partial(_gradients_of, call, dtypes, bias_shape, backwards)
     if residual is None:
         needs = x.requires_grad, False, *[each is not None and each.requires_grad for each in (weight, bias)]
-        is_copied = x.is_inference() or (weight is not None and weight.is_inference())
-        recorded = run, gradients, needs, is_copied
+        recorded = run, gradients, needs, passes.saves_copies(x, weight)
 
         def run_and_record_one(tensors: ForwardTensors) -> Any:
             x, weight, bias, _ = tensors

@@ -222,10 +222,14 @@ def recording(
     if residual is not None:
         saved = _saved_of_sum
     else:
-        is_copied = x.is_inference() or (weight is not None and weight.is_inference())
-        saved = _copies_of_norm if is_copied else _saved_of_norm
+        saved = _copies_of_norm if saves_copies(x, weight) else _saved_of_norm
     dtypes = dtype_of(x), dtype_of(residual)
     return Recording(run, saved, functools.partial(_gradients_of_results, gradients, alpha, dtypes), **more)
+
+
+def saves_copies(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether autograd refuses to save one of the inputs, so that a norm without a residual saves a copy."""
+    return x.is_inference() or (weight is not None and weight.is_inference())
 
 
 def _saved_of_norm(tensors: tuple[Any, ...], outputs: Outputs) -> tuple[Tensor | None, ...]:
