@@ -122,8 +122,7 @@ def speed_table(result: Result) -> str:
         row += [figure_text(mfu(result, each), ".1%"), gibibytes(each.get("peak_bytes"))]
         row += [figure_text(far.get(name), ".4f"), figure_text(each.get("validation_loss"), ".4f")]
         row += [{True: "yes", False: "no", None: ""}[each.get("same_bits")]]
-        graphs = f"{each['graphs']} ({each['graph_breaks']})" if "graphs" in each else ""
-        rows.append([*row, figure_text(each.get("first_step_s"), ".1f"), graphs])
+        rows.append([*row, f"{each['graphs']} ({each['graph_breaks']})" if "graphs" in each else ""])
     headers = [
         "norms",
         "tokens/s",
@@ -133,7 +132,7 @@ def speed_table(result: Result) -> str:
         "loss: distance",
         "validation loss",
     ]
-    headers += ["same bits twice", "first step, s", "graphs (breaks)"]
+    headers += ["same bits twice", "graphs (breaks)"]
     return table_text(rows, headers)
 
 
@@ -150,8 +149,10 @@ def device_table(result: Result) -> str:
         row = [each["norm"], *(figure_text(each["device_ms"].get(kind), ".2f") for kind in kinds)]
         row += [f"{rest:.2f}", f"{rest / base - 1:+.1%}", figure_text(each.get("exposed_ms"), ".2f")]
         ran = ", ".join(f"{name} {count:g}" for name, count in each["norm_kernels"].items())
-        rows.append([*row, figure_text(each.get("optimizer_ms"), ".2f"), ran])
-    headers = ["norms", *kinds, "all but matmul and attention", "to the first", "exposed communication"]
+        # On several devices ranks wait for each other in it.
+        optimizer = each.get("optimizer_ms") if result["fsdp"] * result["tp"] == 1 else None
+        rows.append([*row, figure_text(optimizer, ".2f"), ran])
+    headers = ["norms, ms", *kinds, "rest", "rest beside the first's", "exposed communication"]
     return table_text(rows, [*headers, "optimizer", f"{OURS}, by kernel"], left=(0, len(headers) + 1))
 
 
@@ -163,16 +164,38 @@ def section(result: Result) -> str:
     """The result as Markdown."""
     sizes = result["sizes"]
     text = f"**{title(result)}.** {sizes['layers']} layers of width {sizes['width']}, "
-    text += f"{result['norms_in_model']} norms; {sizes['batch']} x {sizes['length']} tokens a GPU and step."
+    text += f"{result['norms_in_model']} norms; {sizes['batch']} x {sizes['length']} tokens a step"
+    text += " for each data-parallel process." if result["fsdp"] * result["tp"] > 1 else "."
+    if (noise := curves.noise_of(result)) is not None:
+        text += f" Losses of {result['steps']} steps; those of another seed are up to {noise:.2f} away."
     parts = [text, speed_table(result), device_table(result)]
     parts += [f"{line}." for line in failures(result)]
     parts += [f"**{result['note']}**"] if result["note"] else []
     return "\n\n".join([*filter(None, parts), f"{one_line(result)}."])
 
 
+# Names of README.md, where nothing explains those of the command.
+MODELS_SAID = {
+    "llama-1b": "Llama-3.2-1B, Hugging Face",
+    "qwen3-1.7b": "Qwen3-1.7B, Hugging Face",
+    "decoder-4096": "own decoder, width 4096",
+    "decoder-2048-qk": "own decoder, width 2048, QK-norm",
+}
+WAYS_SAID = {
+    "original": "as the model has them",
+    "F.rms_norm": "`torch.nn.RMSNorm`",
+    "norms": "`patch_model(model)`",
+    "layers": "`patch_model(model, patch_layers=True)`",
+    "liger": "Liger's patch of the norms",
+    "rms_norm": "`RMSNorm`",
+    "residual": "`RMSNorm` with `residual=`",
+    "fused": "the same, and `qk_norm_rope`",
+}
+
+
 def table(results: list[Result], is_brief: bool = False) -> str:
     """A line for each model and way: tokens/s of both modes, as ratios to the first way of that mode. is_brief: without
-    the ways in IN_GRAPHS, and without times of the device and memory."""
+    the ways in IN_GRAPHS, without times of the device and memory, and by other names."""
     cells: dict[tuple[str, str], dict[bool, list[str]]] = {}
     figures = ["tokens/s", "ratio"] if is_brief else ["tokens/s", "ratio", "rest, ms", "peak GiB"]
     for result in results:
@@ -181,7 +204,10 @@ def table(results: list[Result], is_brief: bool = False) -> str:
             if each["norm"] in found and not (is_brief and each["norm"] in IN_GRAPHS):
                 row = [f"{tokens_per_s(result, each):,.0f}", ratio_text(found[each["norm"]])]
                 row += [figure_text(rest_ms(each), ".1f"), gibibytes(each.get("peak_bytes"))]
-                cells.setdefault((name, each["norm"]), {})[result["compiled"]] = row[: len(figures)]
+                key = name, each["norm"]
+                if is_brief:
+                    key = MODELS_SAID.get(name, name), WAYS_SAID[each["norm"]]
+                cells.setdefault(key, {})[result["compiled"]] = row[: len(figures)]
     empty = [""] * len(figures)
     rows = [[*key, *of.get(False, empty), *of.get(True, empty)] for key, of in cells.items()]
     headers = [f"{mode}: {what}" for mode in ("eager", "compiled") for what in figures]

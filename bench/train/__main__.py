@@ -6,11 +6,11 @@
     python -m bench.train                                      all models, eager and compiled; one after the other
     python -m bench.train --model qwen3-1.7b --compile         one model under torch.compile
     python -m bench.train --model decoder-4096 --norm F.rms_norm,rms_norm
-    torchrun --nproc-per-node 2 -m bench.train --model decoder-2048-qk --fsdp 2
+    torchrun --nproc-per-node 2 -m bench.train --model decoder-2048-qk --fsdp 2 --eager
     torchrun --nproc-per-node 2 -m bench.train --model decoder-2048-qk --tp 2 --compile
     torchrun --nproc-per-node 8 -m bench.train --model llama-8b --fsdp 4 --tp 2 --compile
 
-Without a GPU, and with --tiny, models are tiny: that shows how it works. bench/README.md says what is measured.
+Without a GPU, and with --tiny, models are tiny: that shows how it works. docs/training.md says what is measured.
 """
 
 from __future__ import annotations

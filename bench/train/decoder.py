@@ -52,7 +52,7 @@ class NormAndRotation(nn.Module):
 
 
 class NormAndRotationInOne(NormAndRotation):
-    """The same in one call."""
+    """Normalize and rotate both in one call."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return qk_norm_rope(q, k, self.q_norm.weight, self.k_norm.weight, cos, sin, eps=self.q_norm.eps)

@@ -15,11 +15,13 @@ from torch.autograd import DeviceType
 
 OURS = "ours"
 COMMUNICATION = "communication"
-KINDS = ("matmul", "attention", OURS, "other norms", "Inductor", COMMUNICATION, "copies", "other")
-APART = ("matmul", "attention", COMMUNICATION)  # what no norm changes
+SHARDING = "sharding"  # FSDP's copies between parameters and what it communicates
+KINDS = ("matmul", "attention", OURS, "other norms", "Inductor", COMMUNICATION, SHARDING, "copies", "other")
+APART = ("matmul", "attention", COMMUNICATION, SHARDING)  # what no norm changes
 # The first that is found in a kernel's name says its kind.
 PATTERNS = (
     (COMMUNICATION, re.compile(r"nccl", re.IGNORECASE)),
+    (SHARDING, re.compile(r"chunk_cat|split_with_sizes_copy")),
     ("copies", re.compile(r"^Mem(cpy|set)")),
     ("Inductor", re.compile(r"^triton_")),
     ("attention", re.compile(r"flash|fmha|sdpa|attention|cudnn::fusion", re.IGNORECASE)),

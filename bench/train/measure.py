@@ -39,7 +39,7 @@ VALIDATION_BATCHES = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: the model's sizes, whether it is compiled, its meshes, and the steps of a loss curve."""
+    """Say what is measured: the model's sizes, whether it is compiled, its meshes, and the steps of a loss curve."""
 
     sizes: Sizes
     compiled: bool
@@ -67,12 +67,11 @@ class Trainee:
         torch.manual_seed(SEED)
         self.model = way.build(plan.sizes, plan.device)
         if plan.meshes is None:
-            for (
-                parameter
-            ) in self.model.parameters():  # not model.bfloat16(), which rounds the tables of RoPE too
+            # Not model.bfloat16(), which rounds the tables of RoPE too.
+            for parameter in self.model.parameters():
                 parameter.data = parameter.data.bfloat16()
         else:
-            parallel.spread(self.model, plan.meshes)
+            parallel.spread(self.model, plan.meshes, plan.compiled)
         self.model.train()
         if state is not None:
             share(self.model, state.model)
@@ -82,19 +81,11 @@ class Trainee:
             self.start = [each.detach().clone() for each in self.parameters] if plan.keeps_start else []
             self.optimizer = MasterAdamW(self.parameters, plan.steps)
         self.loss = loss_of(self.model)
-        if plan.compiled:
-            self.compile()
+        if plan.compiled and plan.meshes is None:
+            self.loss = torch.compile(self.loss)
         elif way.change is not None:
             tokens = next(self.batches(SEED))
             self.loss = traced.step_of(self.model, loss_of, tokens, way.change)
-
-    def compile(self) -> None:
-        """Compile model and loss, or, where parameters are gathered layer by layer, each layer."""
-        if self.plan.meshes is None:
-            self.loss = torch.compile(self.loss)
-        else:
-            for block in self.model.blocks:
-                block.compile(fullgraph=True)
 
     def batches(self, seed: int) -> Iterator[Tensor]:
         """Yield batches of this rank: the ranks of one tensor-parallel group have the same."""
@@ -314,13 +305,20 @@ def profile(trainee: Trainee) -> dict[str, Any]:
                 parameter.grad = None
             trainee.gradients(tokens)
 
+    run()  # no rank may enter the profile before the others: they would communicate for as long as they wait
+    if trainee.plan.meshes is not None:
+        dist.barrier()
     found = kernels.by_kind(kernels.profiled(run), kernels.our_names(), PROFILED_STEPS)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    trainee.optimizer.step()
-    end.record()
-    torch.cuda.synchronize()
-    return found | {"optimizer_ms": round(start.elapsed_time(end), 3)}
+    times = []
+    for tokens in batches + batches[:1]:
+        trainee.gradients(tokens)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        trainee.optimizer.step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return found | {"optimizer_ms": round(statistics.median(times), 3)}
 
 
 def loss_curves(trainee: Trainee, validation: Tensor, is_base: bool) -> dict[str, Any]:

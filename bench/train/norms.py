@@ -28,7 +28,7 @@ Loss = Callable[[Tensor], Tensor]  # of (batch, length + 1) tokens
 
 @dataclass(frozen=True)
 class Way:
-    """How the norms of a model are computed.
+    """A way to compute the norms of a model.
 
     build: makes the model. around: what surrounds its steps. compiles: whether torch.compile makes it another one.
     change: for a graph of the whole step, see traced.py.
@@ -134,12 +134,12 @@ def of_decoder(sizes: Sizes) -> dict[str, Way]:
 
 
 def ways_of(model: str) -> dict[str, Way]:
-    """The ways to compute a model's norms by name; others are compared with the first."""
+    """Return the ways to compute a model's norms by name; others are compared with the first."""
     return of_hugging_face(model) if model in HUGGING_FACE else of_decoder(MODELS[model])
 
 
 def loss_of(model: nn.Module) -> Loss:
-    """The mean cross entropy of the next token, in float32."""
+    """Return a function that computes the mean cross entropy of the next token, in float32."""
 
     def loss(tokens: Tensor) -> Tensor:
         logits = model(tokens[:, :-1])

@@ -77,11 +77,14 @@ class HeadsParallel(ParallelStyle):
         return distribute_module(module, mesh, input_fn=to_dtensors, output_fn=to_local)
 
 
-def spread(model: Decoder, meshes: Meshes) -> None:
+def spread(model: Decoder, meshes: Meshes, is_compiled: bool) -> None:
     """Change the model in place: each rank keeps its part. Layers compute in bfloat16, gradients are summed in float32,
     parameters stay float32."""
     if meshes.tp.size() > 1:
         _split(model, meshes.tp)
+    if is_compiled:  # layer by layer, since FSDP gathers parameters so
+        for block in model.blocks:
+            block.compile(fullgraph=True)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=meshes.fsdp, mp_policy=policy)

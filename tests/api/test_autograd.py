@@ -77,7 +77,7 @@ def test_only_needed_gradients(backend, needs, calls):
 @pytest.mark.parametrize("by_op", [False, True])
 @each_op
 def test_gradients_that_nobody_needs_are_not_computed(op, by_op, calls):
-    """Where the first leaf alone needs one, a backend computes fewer than for all leaves."""
+    """A backend computes fewer where the first leaf alone needs one."""
     call, counts = op.make(op.alike), []
     for needing in (1, len(call.leaves)):
         leaves = [each.detach() for each in call.leaves.values()]

@@ -407,7 +407,7 @@ def found():
 
 
 def inside_of(transform):
-    """What `found` returns where a transform of torch.func, or the tracer, calls a function."""
+    """Return what `found` returns where a transform of torch.func, or the tracer, calls a function."""
     seen = []
     transform(lambda x: (seen.append(found()), x.sum())[1])(torch.ones(3))
     return seen[0]

@@ -95,7 +95,7 @@ def test_what_is_no_value_is_refused(options, message, no_training, capsys, tmp_
 
 @pytest.mark.parametrize(("mode", "known"), [("--eager", 7), ("--compile", 3)])
 def test_ways_depend_on_the_model_and_the_mode(mode, known, no_training, capsys, tmp_path):
-    """What torch.compile does not change is not measured under it."""
+    """Ways that torch.compile does not change are not measured under it."""
     message = refused(capsys, "--norm", "none", "--out", str(tmp_path), model="decoder-4096", mode=mode)
     [names] = re.findall("--norm: expected some of (.*), got none", message)
     assert len(names.split(", ")) == known and names.startswith("F.rms_norm, rms_norm, residual")

@@ -153,7 +153,7 @@ def test_all_trainees_train_the_same_parameters():
 
 @pytest.mark.parametrize("way", ["residual", "replaced"])
 def test_a_loss_curve_begins_with_the_first_parameters(way):
-    """Whatever was trained with them before."""
+    """Training with them before changes nothing."""
     one = trainee_of()
     with ways_of(MODEL)[way].around():
         other = trainee_of(way, state=one)

@@ -129,7 +129,7 @@ def test_a_fused_norm_that_is_left_in_a_graph_ends_the_way(monkeypatch):
 
 
 def test_replaced_norms_keep_weight_and_eps():
-    """Of a model that was trained before, say."""
+    """A model may have been trained before."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = dataclasses.replace(sizes_of("qwen3-1.7b"), eps=0.5)
     torch.manual_seed(0)

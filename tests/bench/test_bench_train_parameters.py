@@ -30,7 +30,7 @@ def built_like(model, sizes, change):
 @pytest.mark.parametrize("vocabulary", [256, LARGE_VOCABULARY])
 @pytest.mark.parametrize("model", ["decoder-2048-qk", "qwen3-1.7b"])
 def test_all_ways_share_the_very_same_parameters(model, vocabulary):
-    """Of tied embeddings too, which have one tensor by two names."""
+    """Tied embeddings have one tensor by two names."""
     sizes = dataclasses.replace(sizes_of(model), vocabulary=vocabulary, width=16, heads=2, kv_heads=2)
     made = built_like(model, sizes, share)
     first = next(iter(made.values()))

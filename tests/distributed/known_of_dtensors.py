@@ -200,7 +200,7 @@ def another_mesh(mesh) -> None:
 
 
 def backward_passes(mesh) -> None:
-    """Of a known forward: twice, with hooks, of which some change what was saved or dy, and twice differentiated."""
+    """Run those of a known forward: twice, with hooks that change what was saved or dy, and differentiated twice."""
 
     def retained(x, weight, dy):
         y = rms_norm(x, N, weight, EPS)
@@ -314,7 +314,7 @@ def one_result_of_two(mesh) -> None:
 
 
 def backends(mesh) -> None:
-    """Of kernels that read by address: by name, in effect, and after another one."""
+    """Choose those that read by address: by name, in effect, and after another one."""
     given = make_known(mesh)
     with pytest.MonkeyPatch.context() as patch:
         by_address.use(patch)

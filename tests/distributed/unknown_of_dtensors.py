@@ -46,7 +46,7 @@ def placed_otherwise(mesh) -> None:
 
 
 def partial_sums(mesh) -> None:
-    """Of x, of a weight, of a residual and of dy; also beside replicated ones, which have such local tensors."""
+    """Sum x, a weight, a residual and dy; also beside replicated ones, which have such local tensors."""
 
     def part(tensor):
         return DTensor.from_local(tensor.full_tensor().detach() / 4, mesh, [Partial()])
@@ -63,7 +63,7 @@ def partial_sums(mesh) -> None:
 
 
 def shards_with_strides(mesh) -> None:
-    """Of a sequence that was sharded, and then flattened."""
+    """Flatten a sequence that was sharded."""
 
     def change(x, weight, dy):
         x, dy = (distribute_tensor(rows(seed, (4, 8, N)), mesh, [Shard(1)]).flatten(0, 1) for seed in (0, 1))
@@ -87,7 +87,7 @@ def fewer_rows_than_processes(mesh) -> None:
 
 
 def one_local_shape_of_other_global_shapes(mesh) -> None:
-    """As uneven shards are, or a tensor that is replicated."""
+    """Take uneven shards, and a tensor that is replicated."""
 
     def change(shape, at):
         def run(x, weight, dy):
@@ -233,7 +233,7 @@ def other_tensors(mesh) -> None:
 
 
 def tensors_that_the_checks_changed(mesh) -> None:
-    """As autocast of a GPU casts them: a known call would not. Only tables that are replicated are made again."""
+    """Autocast of a GPU casts them: a known call would not. Only tables that are replicated are made again."""
     x, weight, _ = (each.detach() for each in made(mesh))
     local = weight.to_local()
     table, copied = (DTensor.from_local(each, mesh, [WHOLE]) for each in (local, local.clone()))

@@ -20,7 +20,7 @@ WHOLE, ROWS = Replicate(), Shard(0)
 
 
 class Noted:
-    """What no known call does, from now on: the checks, and the dispatch of an op to DTensor's engine."""
+    """Note what no known call does, from now on: the checks, and the dispatch of an op to DTensor's engine."""
 
     def __init__(self, patch, ops=OPS[:2]):
         self.unknown = [note_unknown(op, patch) for op in ops]
