@@ -180,6 +180,8 @@ def train(
             "corpus_bytes": [len(each) for each in texts],
             "trained": records,
         }
+        if meshes is not None:
+            dist.barrier()  # a rank that ends while another's threads still talk to it aborts at times
         if not is_first:
             return 0
         path = folder / f"{training.stem_of(result)}.json"
