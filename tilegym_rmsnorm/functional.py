@@ -127,6 +127,7 @@ def rms_norm(
         result = norm_in_graph(tensors, normalized_shape, eps, others, backend, True)
         if result is not None:
             return result
+        return _norm_of_any(tensors, normalized_shape, eps, others, backend)
     return norm_of(tensors, normalized_shape, eps, others, backend)
 
 
@@ -143,6 +144,13 @@ def norm_of(
         known = KNOWN.find(norm_call(tensors, normalized_shape, eps, others, backend))
         if known is not None:
             return known(tensors)
+    return _norm_of_any(tensors, normalized_shape, eps, others, backend)
+
+
+def _norm_of_any(
+    tensors: tuple[Any, ...], normalized_shape: Any, eps: Any, others: tuple[Any, ...], backend: Any
+) -> Any:
+    """Run a call that is not known, with all checks."""
     input, weight, bias, residual = tensors
     options: Any = {"bias": bias, "residual": residual, **dict(zip(OTHERS, others, strict=True))}
     options["backend"] = backend

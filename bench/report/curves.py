@@ -35,7 +35,7 @@ def distance(left: list[float], right: list[float], window: int) -> float:
 
 
 def losses_of(result: Result) -> dict[str, list[float]]:
-    """By name the losses of each way that has some."""
+    """Return by name the losses of each way that has some."""
     return {each["norm"]: each["losses"] for each in result["trained"] if "losses" in each}
 
 
@@ -46,7 +46,7 @@ def noise_of(result: Result) -> float | None:
 
 
 def distances_of(result: Result) -> dict[str, float]:
-    """By name how far each curve is from the first one."""
+    """Return by name how far each curve is from the first one."""
     found = losses_of(result)
     base = next(iter(found.values()), [])
     return {name: distance(losses, base, result["smoothed"]) for name, losses in found.items()}

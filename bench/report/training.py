@@ -70,7 +70,7 @@ def failures(result: Result) -> list[str]:
 
 
 def ratios(result: Result) -> dict[str, Ratio]:
-    """By name the time of the first way over each way's."""
+    """Return by name the time of the first way over each way's."""
     timed = {each["norm"]: each["step_s"] for each in result["trained"] if each.get("step_s")}
     base = next(iter(timed.values()), [])
     return {name: ratio_of(base, seconds) for name, seconds in timed.items()}

@@ -29,7 +29,7 @@ def replaced(gm: GraphModule, mode: FakeTensorMode) -> GraphModule:
     return gm
 
 
-# By name what a pass makes of the graph. "traced" runs it operation by operation: nothing is compiled.
+# Passes over the graph, by name. "traced" runs it operation by operation: nothing is compiled.
 CHANGES: dict[str, Change] = {"traced": as_it_is, "regional": regional, "replaced": replaced}
 
 

@@ -162,7 +162,7 @@ def _described(norm: Any, x: Tensor, match: Match, backend: str | None) -> tuple
     """Describe a call for `_KNOWN`, and return its tensors as `rms_norm` takes them, and eps. The description is None
     where more decides than it says. Dictionaries are read: Module.__getattr__ takes 0.6 us for a parameter."""
     attributes, weight, cls = norm.__dict__, None, type(norm)
-    # What a class has of these names, as a property, decides before the dictionaries.
+    # A property of the class decides before the dictionaries.
     if (match.weight and hasattr(cls, match.weight)) or (match.eps and hasattr(cls, match.eps)):
         return None, (), None
     if match.weight and (not match.switch or getattr(norm, match.switch)):
