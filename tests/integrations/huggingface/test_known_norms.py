@@ -245,6 +245,16 @@ def test_a_property_of_the_class_is_read_in_each_call(name, is_later, monkeypatc
         torch.testing.assert_close(model.train(is_training)(rows()), plain.train(is_training)(rows()))
 
 
+@pytest.mark.parametrize("name", ["input", "weight"])
+def test_freed_memory_is_refused(name, slow):
+    """A known call does not read it either."""
+    with torch.no_grad():
+        norm, x = made_known(norm_of(), slow), rows()
+        (x if name == "input" else norm.weight).untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=f"^{name}: expected memory behind its elements"):
+            norm(x)
+
+
 INPUTS = {
     "more rows": lambda: torch.randn(4, 5, N),
     "one row": lambda: torch.randn(N),
