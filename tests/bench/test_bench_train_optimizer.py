@@ -23,7 +23,7 @@ def steps_of(optimizer, parameters, count):
 def test_master_parameters_keep_updates_that_bfloat16_would_lose():
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = MasterAdamW([weight], 100)
-    for _ in range(30):
+    for _ in range(60):
         before = weight.detach().clone()
         weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -33,7 +33,7 @@ def test_master_parameters_keep_updates_that_bfloat16_would_lose():
     assert master.dtype == torch.float32 and torch.equal(master.bfloat16(), weight)
     expected = nn.Parameter(torch.ones(4))
     reference = MasterAdamW([expected], 100)
-    for _ in range(30):
+    for _ in range(60):
         expected.grad = torch.ones_like(expected)
         reference.step()
     assert torch.equal(master, expected)
@@ -93,14 +93,16 @@ def test_a_restart_gives_the_bits_of_a_fresh_optimizer(dtype):
     assert not torch.equal(first[2], start[0].float())
 
 
-def test_the_rate_rises_over_a_tenth_of_the_steps_and_then_falls():
+def test_the_rate_rises_over_a_third_of_the_steps_and_then_falls():
     parameters = [nn.Parameter(torch.ones(2))]
     optimizer, rates = MasterAdamW(parameters, 60), []
     for _ in range(60):
         rates.append(optimizer.adamw.param_groups[0]["lr"] / LEARNING_RATE)
         steps_of(optimizer, parameters, 1)
-    assert rates[0] == pytest.approx(1 / 6) and rates[:5] == sorted(rates[:5]) and max(rates) > 0.98
-    assert rates[6:] == sorted(rates[6:], reverse=True)
+    assert rates[0] == pytest.approx(1 / 20) and max(rates) > 0.75
+    top = rates.index(max(rates))
+    assert 15 <= top < 20 and rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
     assert LEAST_SHARE < rates[-1] < LEAST_SHARE + 0.01
     steps_of(optimizer, parameters, 20)
     assert optimizer.adamw.param_groups[0]["lr"] == pytest.approx(LEARNING_RATE * LEAST_SHARE), (
