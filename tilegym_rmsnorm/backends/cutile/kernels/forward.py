@@ -44,7 +44,7 @@ from .residual import with_residual
 from .rows import column_tiles, gather_tile, has_aligned_rows, load_row, store_row, with_divisor
 from .team import member_of, sum_of_team
 from .tiles import ConstBool, ConstInt, as_float32, packed_row_as_float32, row_as_float32, sum_of_products
-from .weights import gather_columns, joint_load, load_scale, load_weight, scale_of, weight_tile
+from .weights import gather_columns, joint_load, load_scale, load_weight, scale_of, shifted, weight_tile
 
 
 def normalize_row(arrays, where, NUMBERS, PIECES, HOW, team=()):
@@ -145,23 +145,28 @@ def load_block(arrays, BLOCK):
     return tiles
 
 
-def load_columns_of_block(arrays, dtype, BLOCK, JOINT, PER_HEAD):
-    """The weight or bias in a tuple beside rows of `dtype`, as float32 tiles; () of (). `beside_rows` is next."""
+def load_columns_of_block(arrays, dtype, BLOCK, JOINT, PER_HEAD, offset=()):
+    """The weight or bias in a tuple beside rows of `dtype`, as float32 tiles; () of (). `beside_rows` is next.
+
+    offset: () or (offset,), which is added to each tile before the next one is loaded: added to all of them later, it
+    makes joint weights of 1024 columns spill."""
     place, SHAPE, PIECES, HOW, EVEN, GATHERS = BLOCK
     ROWS, _, WIDTH = SHAPE
     if GATHERS and len(arrays) > 0:
         tcolumns = column_tiles(WIDTH, PIECES, 0)
         if JOINT and arrays[0].dtype == dtype:
             tiles = tuple(
-                gather_columns(arrays[0], ROWS, tcolumns[k], EVEN or k < PIECES - 1)
+                shifted(gather_columns(arrays[0], ROWS, tcolumns[k], EVEN or k < PIECES - 1), offset)
                 for k in ct.static_iter(range(PIECES))
             )
         else:
             tiles = tuple(
-                as_float32(weight_tile(arrays[0], tcolumns, k, EVEN)) for k in ct.static_iter(range(PIECES))
+                shifted(as_float32(weight_tile(arrays[0], tcolumns, k, EVEN)), offset)
+                for k in ct.static_iter(range(PIECES))
             )
     else:
         tiles = load_columns_at(arrays, place, SHAPE, PIECES, HOW, PER_HEAD)
+        tiles = tuple(shifted(t, offset) for t in ct.static_iter(tiles))
     return tiles
 
 
@@ -211,9 +216,9 @@ def forward_tiles(
     BLOCK = (place, SHAPE, PIECES, (LATENCY, False, DIVISOR), EVEN, EARLY_WEIGHT or JOINT_WEIGHT)
     tx, tresidual = load_block((x,), BLOCK), load_block(residual[:1], BLOCK)
     weights = (weight,) if HAS_WEIGHT else ()
-    tweight = load_columns_of_block(weights, x.dtype, BLOCK, JOINT_WEIGHT, PER_HEAD)
-    tscale = beside_rows(scale_of(tweight, offset), SHAPE, PER_HEAD)
-    tbias = beside_rows(load_columns_of_block(bias, x.dtype, BLOCK, JOINT_WEIGHT, PER_HEAD), SHAPE, PER_HEAD)
+    tscale = load_columns_of_block(weights, x.dtype, BLOCK, JOINT_WEIGHT, PER_HEAD, (offset,))
+    tbias = load_columns_of_block(bias, x.dtype, BLOCK, JOINT_WEIGHT, PER_HEAD)
+    tscale, tbias = beside_rows(tscale, SHAPE, PER_HEAD), beside_rows(tbias, SHAPE, PER_HEAD)
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
 

@@ -25,6 +25,11 @@ def scale_of(tweight, offset):
     return tuple(as_float32(t) + offset for t in ct.static_iter(tweight))
 
 
+def shifted(tile, offset):
+    """A tile plus the number in a tuple; of () the tile as it is."""
+    return tile + offset[0] if len(offset) > 0 else tile
+
+
 def load_scale(weights, where, offset):
     """weight + offset of a row, as float32 tiles, or () of no weight. Each is loaded, then widened: the compiler keeps
     to that order, and another gives other machine code."""
