@@ -13,7 +13,15 @@ import compiling
 import helpers
 import pytest
 import torch
-from compiling import CompilingMachine, code_of_call, disassembled, run_backward, skip_without_disassembler
+from compiling import (
+    CompilingMachine,
+    assert_sound,
+    code_of_call,
+    disassembled,
+    run_backward,
+    run_forward,
+    skip_without_disassembler,
+)
 from control_flow import loops
 from helpers import BF16, FP16, FP32, in_turn
 from narrow_variants import BACKWARDS, FORWARDS, KERNELS
@@ -212,6 +220,17 @@ def test_rows_of_a_warp_are_summed_without_shared_memory(dtype, warps, tmp_path)
     assert places(SUMMED, code) and not places(SHARED, code)
     in_one_tile = forward_code(tmp_path, ForwardTiles(width=1024, **settings), 1024, dtype)
     assert places(SHARED, in_one_tile), "nothing would be gained"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_rows_of_a_warp_spill_none_where_they_serve(dtype):
+    """Eight blocks of them share an SM's registers: with the offset added to all tiles of the weight at the end, 80
+    bytes a thread spilled, and 32768x1024 took 46.6 us instead of 33.7 (float16, an H200)."""
+    machine = CompilingMachine(90)
+    run_forward(machine, by_rules("forward", 1024, dtype, "large"), 1024, dtype, dtype)
+    [compiled] = machine.results
+    assert compiled.variant.pieces > 1 and compiled.variant.occupancy == 8
+    assert_sound(machine)
 
 
 @pytest.mark.parametrize(
