@@ -203,7 +203,8 @@ def _forward_limits(problem: RopeProblem) -> _Limits:
         heads = 2
     elif rounds_each and problem.has_tma and problem.is_whole and 64 < problem.n <= WIDE_HEAD:
         heads, occupancy = 2, 3
-    return _Limits(elements, heads, occupancy, latency=3 if problem.has_tma else 2)
+    has_tiles_ahead = problem.has_tma and (problem.is_whole or is_wide)
+    return _Limits(elements, heads, occupancy, latency=3 if has_tiles_ahead else 2)
 
 
 def _backward_limits(problem: RopeProblem) -> _Limits:
