@@ -20,12 +20,13 @@ from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.tensors import check_memory
 from tilegym_rmsnorm.call.validation import check_input, check_normalized_shape, checked_dtype
 from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
-from tilegym_rmsnorm.ops.norm import checks, eager, operations, passes, reference
-from tilegym_rmsnorm.ops.norm.op import bind_dtensors, norm_in_graph
-from tilegym_rmsnorm.ops.norm.passes import KNOWN, OTHERS, norm_call
+from tilegym_rmsnorm.ops.norm import checks, operations, passes, reference
+from tilegym_rmsnorm.ops.norm.op import CALLS, norm_in_graph
+from tilegym_rmsnorm.ops.norm.passes import KNOWN, NUMBERS, norm_call
 from tilegym_rmsnorm.ops.norm.spec import Wanted, shape_of_rstd
-from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
-from tilegym_rmsnorm.routes.known_calls import run_and_remember
+from tilegym_rmsnorm.routes import library_op
+from tilegym_rmsnorm.routes.choose import KERNELS, OP, UNTRACED, route_of
+from tilegym_rmsnorm.routes.public_calls import run_checked
 from tilegym_rmsnorm.settings import BackendName
 
 
@@ -122,89 +123,36 @@ def rms_norm(
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
     tensors = input, weight, bias, residual
-    others = offset, residual_alpha, residual_dtype, out_dtype, casting
-    if is_traced():  # here too: `norm_of` is one guard more
-        result = norm_in_graph(tensors, normalized_shape, eps, others, backend, True)
-        if result is not None:
-            return result
-        return _norm_of_any(tensors, normalized_shape, eps, others, backend)
-    return norm_of(tensors, normalized_shape, eps, others, backend)
-
-
-def norm_of(
-    tensors: tuple[Any, ...], normalized_shape: Any, eps: Any, others: tuple[Any, ...], backend: Any
-) -> Any:
-    """Compute `rms_norm` of input, weight, bias and residual. Modules call this: to pass arguments by name takes half a
-    microsecond. others: OTHERS."""
+    numbers = normalized_shape, eps, offset, casting, residual_alpha, residual_dtype, out_dtype
     if is_traced():
-        result = norm_in_graph(tensors, normalized_shape, eps, others, backend, True)
-        if result is not None:
-            return result
-    else:
-        known = KNOWN.find(norm_call(tensors, normalized_shape, eps, others, backend))
-        if known is not None:
-            return known(tensors)
-    return _norm_of_any(tensors, normalized_shape, eps, others, backend)
-
-
-def _norm_of_any(
-    tensors: tuple[Any, ...], normalized_shape: Any, eps: Any, others: tuple[Any, ...], backend: Any
-) -> Any:
-    """Run a call that is not known, with all checks."""
-    input, weight, bias, residual = tensors
-    options: Any = {"bias": bias, "residual": residual, **dict(zip(OTHERS, others, strict=True))}
-    options["backend"] = backend
-    given = input, normalized_shape, weight, eps
-    # The __torch_function__ of nested tensors accepts only PyTorch's functions; `norm_by_operations` calls F.rms_norm.
-    if has_torch_function(*tensors):
-        if not (isinstance(input, Tensor) and input.is_nested):
-            return handle_torch_function(rms_norm, tensors, *given, **options)
-    return _checked_rms_norm(*given, **options)
+        result = norm_in_graph(tensors, numbers, backend, True)
+        return checked_norm(tensors, numbers, backend) if result is None else result
+    return norm_of(tensors, numbers, backend)
 
 
 rms_norm.__prepare_scriptable__ = refuse_torch_jit_script
 
 
-def _checked_rms_norm(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    *,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    backend: str | None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Run `rms_norm` with all checks; Dynamo traces this. options: numbers and dtypes."""
-    checked = checks.checked_forward(
-        input, normalized_shape, weight, bias, residual, eps=eps, is_public=True, **options
-    )
-    route = route_of(checked, backend, is_differentiable=True)
-    if route.name == UNTRACED:
-        options |= {"bias": bias, "residual": residual, "backend": route.call.backend}
-        return _untraced_rms_norm(input, normalized_shape, weight, eps, **options)
-    _, tensors, shape, spec, _ = checked
-    given = input, weight, bias, residual
-    if route.name == OP:
-        outputs = y, _, residual_out = passes.call_forward(tensors, len(shape), route.call)
-        if not is_traced() and (run := bind_dtensors(given, tensors, len(shape), route.call, outputs)):
-            KNOWN.remember(_described(given, normalized_shape, eps, backend, options), run)
-        return y if residual_out is None else (y, residual_out)
-    if route.name == OPERATIONS:
-        return operations.norm_by_operations(tensors, shape, spec)
-    return run_and_remember(
-        KNOWN,
-        lambda: _described(given, normalized_shape, eps, backend, options),
-        given,
-        tensors,
-        route.call.forward,
-        lambda is_kept: eager.bind(tensors, route.call, is_kept),
-    )
+def norm_of(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: Any) -> Any:
+    """Compute `rms_norm` of input, weight, bias and residual in an eager call. Modules call this: to pass arguments by
+    name takes half a microsecond. numbers: NUMBERS."""
+    known = KNOWN.find(norm_call(tensors, numbers, backend))
+    return checked_norm(tensors, numbers, backend) if known is None else known(tensors)
 
 
-def _described(given: Any, normalized_shape: Any, eps: Any, backend: Any, options: dict[str, Any]) -> Any:
-    return norm_call(given, normalized_shape, eps, tuple(options[name] for name in OTHERS), backend)
+def checked_norm(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: Any) -> Any:
+    """Compute `rms_norm` with all checks; Dynamo traces this."""
+    if has_torch_function(*tensors):
+        input, weight, bias, residual = tensors
+        # Their __torch_function__ accepts only PyTorch's functions; `norm_by_operations` calls F.rms_norm.
+        if not (isinstance(input, Tensor) and input.is_nested):
+            shape, eps, *others = numbers
+            options = dict(zip(NUMBERS[2:], others, strict=True)) | {"bias": bias, "residual": residual}
+            return handle_torch_function(
+                rms_norm, tensors, input, shape, weight, eps, **options, backend=backend
+            )
+    checked = checks.checked_forward(*tensors, *numbers)
+    return run_checked(CALLS, tensors, numbers, backend, checked, _untraced_norm)
 
 
 @overload
@@ -280,23 +228,20 @@ def rms_norm_forward(
         TypeError: A dtype, a layout or a type does not fit.
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
-    options: dict[str, Any] = {
-        "eps": eps,
-        "offset": offset,
-        "residual_alpha": residual_alpha,
-        "residual_dtype": residual_dtype,
-        "out_dtype": out_dtype,
-        "casting": casting,
-    }
-    checked = checks.checked_forward(x, (), weight, bias, residual, **options, dims=1)
+    numbers = eps, offset, casting, residual_alpha, residual_dtype, out_dtype
+    return _forward((x, weight, bias, residual), numbers, backend)
+
+
+def _forward(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: str | None) -> Any:
+    checked = checks.checked_forward(*tensors, (), *numbers, dims=1)
     route = route_of(checked, backend)
     if route.name == UNTRACED:
-        options |= {"bias": bias, "residual": residual, "backend": route.call.backend}
-        return _untraced_forward(x, weight, **options)
+        return _untraced_forward(tensors, numbers, route.call.backend)
     if route.name == KERNELS:
         y, rstd, residual_out = passes.forward(checked, route.call)
     elif route.name == OP:
-        y, rstd, residual_out = passes.call_forward(_detached(checked.tensors), 1, route.call)
+        given = passes.arguments_of_forward(checked, route.call.backend)
+        y, rstd, residual_out = library_op.call(CALLS.forward, (*_detached(given[:4]), *given[4:]))
     else:
         with torch.no_grad():
             results = reference.forward_torch(checked.tensors, checked.spec)
@@ -487,9 +432,7 @@ def rms_norm_backward_torch(
     return (dx, dw, db) if needs_db else (dx, dw)
 
 
-_untraced_rms_norm, _untraced_forward, _untraced_backward = map(
-    untraced, (rms_norm, rms_norm_forward, rms_norm_backward)
-)
+_untraced_norm, _untraced_forward, _untraced_backward = map(untraced, (norm_of, _forward, rms_norm_backward))
 
 
 def _detached(tensors: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from tilegym_rmsnorm.ops.rope.checks import checked_rope
 from tilegym_rmsnorm.ops.rope.op import CALLS, rope_in_graph
 from tilegym_rmsnorm.ops.rope.passes import known_call
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPTIONS, RopeOutputs, RopeRounding
-from tilegym_rmsnorm.routes.by_library_ops import run_checked
+from tilegym_rmsnorm.routes.public_calls import run_checked
 from tilegym_rmsnorm.settings import BackendName
 
 

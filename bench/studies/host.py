@@ -138,7 +138,7 @@ def print_slices(size: tuple[int, int], request: registry.Request, arguments: ar
     n, device, dtype = size[1], request.device, request.dtype
     x, dy = (torch.randn(size, dtype=dtype, device=device) for _ in range(2))
     weight = torch.ones(n, dtype=dtype, device=device)
-    spec, others = Spec(n, EPS, 0.0, "once"), (0.0, 1.0, None, None, "once")
+    spec, numbers = Spec(n, EPS, 0.0, "once"), ((n,), EPS, 0.0, "once", 1.0, None, None)
     rms_norm(x.clone().requires_grad_(), (n,), weight, EPS, backend=arguments.backend)
     _, rstd = rms_norm_forward(x, weight, EPS, backend=arguments.backend)
     forward, backward = (registry.dispatch(op, request, arguments.backend) for op in NORM_OPS)
@@ -148,7 +148,7 @@ def print_slices(size: tuple[int, int], request: registry.Request, arguments: ar
     bound_backward = bound(backward, spec, to_backward, Wanted(dtype, dw=dtype))
 
     def find():
-        return KNOWN.find(norm_call(tensors, (n,), EPS, others, arguments.backend))
+        return KNOWN.find(norm_call(tensors, numbers, arguments.backend))
 
     def run_forward():
         return bound_forward(tensors)

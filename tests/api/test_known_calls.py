@@ -402,8 +402,8 @@ def test_autocast_is_another_call(checks):
 
 
 def found():
-    numbers = (N,), 1e-6, (0.0, 1.0, None, None, "once")
-    return passes.KNOWN.find(passes.norm_call((X, W, None, None), *numbers, "torch"))
+    numbers = (N,), 1e-6, 0.0, "once", 1.0, None, None
+    return passes.KNOWN.find(passes.norm_call((X, W, None, None), numbers, "torch"))
 
 
 def inside_of(transform):

@@ -119,12 +119,12 @@ def is_known(describe, tensors, index, make):
 
 def answers(make):
     """Ask each place about a tensor given as each argument that may be one."""
-    numbers = 1e-6, (0.0, 1.0, None, None, "once"), "torch"
+    numbers = (N,), 1e-6, 0.0, "once", 1.0, None, None
     given = {"x": X, "dy": R, "weight": W, "rstd": torch.ones(M), "d_residual_out": X + R}
     call = Call(Spec(N, 1e-6, 0.0, "once"), "torch", dtype=X.dtype)
     fit = [_are_as_saved(tuple({**given, name: make(each)}.values()), call) for name, each in given.items()]
     known = [
-        is_known(lambda x, w, r: passes.norm_call((x, w, None, r), (N,), *numbers), (X, W, R), i, make)
+        is_known(lambda x, w, r: passes.norm_call((x, w, None, r), numbers, "torch"), (X, W, R), i, make)
         for i in range(3)
     ]
     backward = lambda *tensors: passes.backward_call(tensors, (), "torch")  # noqa: E731
@@ -166,10 +166,8 @@ ABOVE_ATEN = "of torch.func", "of vmap", "sparse"  # the dispatcher hands these 
 
 def route_name(x, weight):
     """Return None for an error."""
-    options = {"eps": 1e-6, "offset": 0.0, "casting": "once", "residual_alpha": 1.0}
-    options |= {"residual_dtype": None, "out_dtype": None, "is_public": True}
     try:
-        checked = checks.checked_forward(x, (N,), weight, None, None, **options)
+        checked = checks.checked_forward(x, weight, None, None, (N,), 1e-6, 0.0, "once", 1.0, None, None)
         return choose.route_of(checked, "cutile").name
     except (TypeError, ValueError, BackendUnavailableError):
         return None

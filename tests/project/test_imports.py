@@ -39,7 +39,7 @@ LAYERS = (
     # It decides and runs nothing: no route is below it.
     (f"{PACKAGE}.routes.choose",),
     (f"{PACKAGE}.routes",),
-    tuple(f"{PACKAGE}.ops.{op}.{each}" for op in OPS for each in ("operations", "passes")),
+    tuple(f"{PACKAGE}.ops.{op}.{each}" for op in OPS for each in ("operations", "passes", "eager")),
     tuple(f"{PACKAGE}.ops.{op}.op" for op in OPS),
     (f"{PACKAGE}.ops",),
     (f"{PACKAGE}.functional", *(f"{PACKAGE}.{op}" for op in OPS)),

@@ -23,7 +23,7 @@ from tilegym_rmsnorm.call.options import (
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.validation import ALL_DTYPES, checked_dtype, checked_sizes_of_weight
 from tilegym_rmsnorm.call.watched import is_traced
-from tilegym_rmsnorm.functional import norm_of
+from tilegym_rmsnorm.functional import checked_norm, norm_of
 from tilegym_rmsnorm.nn.configured import Norm, configured_class
 from tilegym_rmsnorm.nn.keywords import names_ours
 from tilegym_rmsnorm.ops.norm.op import norm_in_graph
@@ -164,10 +164,9 @@ class RMSNorm(torch.nn.RMSNorm):
         if is_traced():  # with few guards: a method for these lines would be one more
             tensors = x, self.weight, getattr(self, "bias", None), residual
             of_sum = (1.0, None) if residual is None else (self.residual_alpha, self.residual_dtype)
-            others = self.offset, *of_sum, self.out_dtype, self.casting
-            result = norm_in_graph(tensors, self.normalized_shape, self.eps, others, self.backend, True)
-            if result is not None:
-                return result
+            numbers = self.normalized_shape, self.eps, self.offset, self.casting, *of_sum, self.out_dtype
+            result = norm_in_graph(tensors, numbers, self.backend, True)
+            return checked_norm(tensors, numbers, self.backend) if result is None else result
         # Dictionaries are read: Module.__getattr__ takes 0.6 us for an attribute, 2 us for one that is absent.
         attributes = self.__dict__
         parameters = attributes["_parameters"]
@@ -183,9 +182,9 @@ class RMSNorm(torch.nn.RMSNorm):
         alpha, residual_dtype = 1.0, None
         if residual is not None:
             alpha, residual_dtype = self.residual_alpha, self.residual_dtype
-        others = attributes["offset"], alpha, residual_dtype, self.out_dtype, attributes["casting"]
-        shape, eps, backend = attributes["normalized_shape"], attributes["eps"], attributes["backend"]
-        return norm_of((x, weight, bias, residual), shape, eps, others, backend)
+        shape, eps, offset = attributes["normalized_shape"], attributes["eps"], attributes["offset"]
+        numbers = shape, eps, offset, attributes["casting"], alpha, residual_dtype, self.out_dtype
+        return norm_of((x, weight, bias, residual), numbers, attributes["backend"])
 
     if TYPE_CHECKING:
         __call__ = forward  # torch.nn.Module's is Any to type checkers

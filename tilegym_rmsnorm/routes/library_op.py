@@ -81,10 +81,10 @@ class LibraryOp:
         return getattr(torch.ops.tilegym_rmsnorm, self.name).default
 
 
-def call(op: LibraryOp, tensors: Tensors, options: Options) -> Any:
+def call(op: LibraryOp, arguments: tuple[Any, ...]) -> Any:
     """Call a library op."""
-    register_sharding(tensors)
-    return op.overload(*tensors, *options)
+    register_sharding(arguments[: op.count])
+    return op.overload(*arguments)
 
 
 def define(op: LibraryOp) -> Any:

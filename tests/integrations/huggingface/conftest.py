@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tilegym_rmsnorm.integrations.huggingface import norms
-from tilegym_rmsnorm.ops.norm.passes import OTHERS
+from tilegym_rmsnorm.ops.norm.passes import NUMBERS
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, module: str, name: str, noted: Callable[..., Any]) -> list[Any]:
@@ -40,9 +40,9 @@ def recorded_norms(monkeypatch: pytest.MonkeyPatch, noted: Callable[..., Any]) -
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The calls of rms_norm by patched norms: their options, and x."""
 
-    def noted(tensors: Any, shape: Any, eps: Any, others: Any, backend: Any) -> dict[str, Any]:
+    def noted(tensors: Any, numbers: Any, backend: Any) -> dict[str, Any]:
         x, _, _, residual = tensors
-        return {"x": x, "residual": residual, "backend": backend, **dict(zip(OTHERS, others, strict=True))}
+        return {"x": x, "residual": residual, "backend": backend, **dict(zip(NUMBERS, numbers, strict=True))}
 
     return recorded_norms(monkeypatch, noted)
 

@@ -26,7 +26,7 @@ from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.call.arithmetic import promoted
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, OfPlainType
 from tilegym_rmsnorm.call.watched import outside_of_trace
-from tilegym_rmsnorm.functional import norm_of
+from tilegym_rmsnorm.functional import checked_norm, norm_of
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.classes import PatchedType, has_hooks, is_outdated, subclass
 from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_now
@@ -110,7 +110,7 @@ def _leaves_operations(cls: Any) -> bool:
 def _in_graph(match: Match, backend: str | None) -> Callable[[Any, Any], Tensor | None]:
     """Make a function of a norm and x which Dynamo traces with few guards (routes/traced.py). It returns None for all
     but the usual call, of x that is packed."""
-    if match.switch:
+    if match.switch or backend == "torch":  # which `norm_in_graph` declines
         return lambda norm, x: None
     of_weight, of_eps, fixed_eps, offset = match.weight, match.eps, match.fixed_eps, match.offset
     follows_autocast = match.arithmetic == "torch"
@@ -131,8 +131,8 @@ def _in_graph(match: Match, backend: str | None) -> Callable[[Any, Any], Tensor 
             return None
         casting, out_dtype = plan
         eps = getattr(norm, of_eps) if of_eps else fixed_eps
-        others = offset, 1.0, None, out_dtype, casting
-        return norm_in_graph((x, weight, None, None), x.shape[-1:], eps, others, backend, follows_autocast)
+        numbers = x.shape[-1:], eps, offset, casting, 1.0, None, out_dtype
+        return norm_in_graph((x, weight, None, None), numbers, backend, follows_autocast)
 
     return call
 
@@ -151,8 +151,7 @@ def compute(norm: Any, x: Any, match: Match, original: Callable[..., Any], backe
         return original(norm, x)
     y = run(x, match, call, backend)
     if described is not None and call.weight is tensors[1] and call.eps is eps:
-        others = _others(x, match, call)
-        known = KNOWN.find(norm_call(tensors, x.shape[-1:], call.eps, others, backend))
+        known = KNOWN.find(norm_call(tensors, _numbers(x, match, call), backend))
         if known is not None:
             _KNOWN.remember(described, known)
     return y
@@ -198,16 +197,20 @@ def order_of_y(x: Tensor, match: Match) -> tuple[int, ...] | None:
 
 def _run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: str | None) -> Any:
     """Call `rms_norm`: contiguous y, or y and the sum with the residual."""
-    given = (x, call.weight, None, residual), x.shape[-1:], call.eps, _others(x, match, call), backend
+    tensors, numbers = (x, call.weight, None, residual), _numbers(x, match, call)
     # Autocast casts the arguments of F.rms_norm, but nothing in a norm that is written in PyTorch's operations.
     is_cast = match.arithmetic != "torch" and torch.is_autocast_enabled() and x.is_cuda
     with torch.autocast("cuda", enabled=False) if is_cast else contextlib.nullcontext():
-        return norm_of(*given)
+        if not is_dynamo_compiling():
+            return norm_of(tensors, numbers, backend)
+        result = norm_in_graph(tensors, numbers, backend, True)
+        return checked_norm(tensors, numbers, backend) if result is None else result
 
 
-def _others(x: Tensor, match: Match, call: Call) -> tuple[Any, ...]:
+def _numbers(x: Tensor, match: Match, call: Call) -> tuple[Any, ...]:
     casting, out_dtype = call.plan
-    return match.offset, 1.0, None, None if out_dtype is x.dtype else out_dtype, casting
+    dtype = None if out_dtype is x.dtype else out_dtype
+    return x.shape[-1:], call.eps, match.offset, casting, 1.0, None, dtype
 
 
 def add_norm(residual: Any, x: Any, norm: Any) -> tuple[Any, Any]:

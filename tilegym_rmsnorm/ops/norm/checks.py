@@ -48,25 +48,22 @@ _BACKWARD = ("x", "dy", "weight", "rstd", "d_residual_out")
 
 def checked_forward(
     x: Tensor,
-    normalized_shape: int | Sequence[int],
     weight: Any,
     bias: Any,
     residual: Any,
-    *,
+    normalized_shape: int | Sequence[int],
     eps: float | None,
     offset: float,
     casting: str,
     residual_alpha: float,
     residual_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
+    *,
     dims: int | None = None,
-    is_public: bool = False,
 ) -> Checked:
-    """Check a forward over `normalized_shape`, or over x's last `dims` dimensions where dims is given.
-
-    is_public: follow `rms_norm`, which names x "input", takes complex and nested tensors and empty rows, and casts as
-    autocast does for F.rms_norm.
-    """
+    """Check a forward over x's last `dims` dimensions. Without dims, over `normalized_shape` as `rms_norm` does: it
+    names x "input", takes complex and nested tensors and empty rows, and casts as autocast does for F.rms_norm."""
+    is_public = dims is None
     names = _PUBLIC if is_public else _FORWARD
     name = names[0]
     are_plain, given = made_plain(x, weight, bias, residual)
@@ -143,12 +140,12 @@ def filled_in(
     casting: str,
     residual_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
-    is_public: bool,
+    follows_autocast: bool,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the tensors, and casting, residual_dtype and out_dtype with what the caller left out. is_public: as
+    """Return the tensors, and casting, residual_dtype and out_dtype with what the caller left out. follows_autocast: as
     autocast has them for F.rms_norm."""
     y_dtype = x.dtype
-    if is_public and x.is_cuda and torch.is_autocast_enabled("cuda") and HAS_AUTOCAST:
+    if follows_autocast and x.is_cuda and torch.is_autocast_enabled("cuda") and HAS_AUTOCAST:
         y_dtype = _autocast_dtype(y_dtype)
         if residual is None:
             x, weight, bias = _autocast(x), _autocast(weight), _autocast(bias)

@@ -29,7 +29,7 @@ from tilegym_rmsnorm.call.spec import Call, dtype_of
 from tilegym_rmsnorm.call.tensors import check_memory
 from tilegym_rmsnorm.call.validation import are_equal_in_graph, check_weight, checked_dtype, last_dims
 from tilegym_rmsnorm.call.watched import count_modes
-from tilegym_rmsnorm.ops.norm import checks, operations, passes, reference, sharding
+from tilegym_rmsnorm.ops.norm import checks, eager, operations, passes, reference, sharding
 from tilegym_rmsnorm.ops.norm.checks import filled_in
 from tilegym_rmsnorm.ops.norm.spec import (
     D_RESIDUAL,
@@ -47,10 +47,11 @@ from tilegym_rmsnorm.ops.norm.spec import (
     shape_of_rstd,
     wanted_of,
 )
-from tilegym_rmsnorm.routes import choose, known_dtensors, library_op
+from tilegym_rmsnorm.routes import choose, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
 from tilegym_rmsnorm.routes.known_calls import Run, shared
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options
+from tilegym_rmsnorm.routes.public_calls import PublicCalls
 from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
 
@@ -88,9 +89,7 @@ def _known_backward(tensors: BackwardTensors, options: Options) -> Any:
 def _check_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> CheckedCall:
     """Check the arguments of the forward op. `own` is normalized_dims."""
     dims, *numbers, backend = options
-    names = "eps", "offset", "casting", "residual_alpha", "residual_dtype", "out_dtype"
-    named = dict(zip(names, numbers, strict=True))
-    checked = checks.checked_forward(x, (), weight, bias, residual, **named, dims=dims)
+    checked = checks.checked_forward(x, weight, bias, residual, (), *numbers, dims=dims)
     check_backend_name(backend)
     return CheckedCall(checked, backend, own=dims)
 
@@ -290,30 +289,27 @@ BACKWARD = library_op.define(
 )
 
 
-def bind_dtensors(
-    given: ForwardTensors, tensors: ForwardTensors, dims: int, call: Call, outputs: Outputs
-) -> Run | None:
-    """Return a function that runs calls of `rms_norm` like one that the forward op ran, on DTensors; None where such a
-    call must not be known. given, tensors: as the caller gave them, and as the checks made them."""
-    arguments = passes.arguments_of_forward(tensors, dims, call)
-    in_order, returned = itemgetter(0, 3, 1, 2), passes.returned_of(given)
-    return known_dtensors.bind_public(FORWARD_OP, arguments, outputs, given, in_order, returned)
+CALLS = PublicCalls(
+    forward=FORWARD_OP,
+    known=passes.KNOWN,
+    known_call=passes.norm_call,
+    arguments=passes.arguments_of_forward,
+    in_order=itemgetter(0, 3, 1, 2),
+    returned=passes.returned_of,
+    by_operations=lambda checked: operations.norm_by_operations(checked.tensors, checked.shape, checked.spec),
+    bind=lambda checked, call, is_kept: eager.bind(checked.tensors, call, is_kept),
+)
 
 
 def norm_in_graph(
-    tensors: tuple[Any, ...],
-    normalized_shape: Any,
-    eps: Any,
-    others: tuple[Any, ...],
-    backend: Any,
-    follows_autocast: bool,
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: Any, follows_autocast: bool
 ) -> Any:
-    """Call the forward op for a usual call of `rms_norm`: what that returns. others: `passes.OTHERS`.
+    """Call the forward op for a usual call of `rms_norm`: what that returns. numbers: `passes.NUMBERS`.
     follows_autocast: as F.rms_norm does."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     x, weight, bias, residual = tensors
-    offset, alpha, residual_dtype, out_dtype, casting = others
+    normalized_shape, eps, offset, casting, alpha, residual_dtype, out_dtype = numbers
     if backend is None and traced_backends:
         backend = traced_backends[-1]
     if not is_usual(tensors, (alpha, offset, eps), casting, backend):
@@ -348,8 +344,7 @@ def norm_in_graph(
     elif not are_equal_in_graph(residual.shape, x.shape):
         return None
     given = *tensors, casting, residual_dtype, out_dtype, follows_autocast
-    tensors, (casting, residual_dtype, out_dtype) = filled_in(*given)
-    x, weight, bias, residual = tensors
+    (x, weight, bias, residual), (casting, residual_dtype, out_dtype) = filled_in(*given)
     eps = default_eps(residual_dtype or x.dtype) if eps is None else eps
     numbers = dims, eps, offset, casting, alpha, residual_dtype, out_dtype
     y, _, residual_out = FORWARD(x, residual, weight, bias, *numbers, backend)

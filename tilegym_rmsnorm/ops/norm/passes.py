@@ -43,37 +43,35 @@ from tilegym_rmsnorm.routes.known_calls import call_of, shared
 from tilegym_rmsnorm.routes.sharding_rules import register_sharding
 
 KNOWN = shared()  # calls of `rms_norm`
-OTHERS = "offset", "residual_alpha", "residual_dtype", "out_dtype", "casting"  # of `norm_call`
+# The arguments of `rms_norm` that are neither tensors nor the backend: its numbers. The forward op takes them in this
+# order too, the first as a count of dimensions.
+NUMBERS = "normalized_shape", "eps", "offset", "casting", "residual_alpha", "residual_dtype", "out_dtype"
 _SEQUENCES = (torch.Size, list)
 
 
-def norm_call(
-    tensors: ForwardTensors, normalized_shape: Any, eps: Any, others: tuple[Any, ...], backend: Any
-) -> Any:
-    """Describe a call of `rms_norm` for known calls; None where it cannot be known. others: OTHERS."""
+def norm_call(tensors: ForwardTensors, numbers: tuple[Any, ...], backend: Any) -> Any:
+    """Describe a call of `rms_norm` for known calls; None where it cannot be known. numbers: NUMBERS."""
+    shape, eps, offset, _, alpha, _, _ = numbers
     # A number of another type may equal one of these as a key, but must raise an error.
-    if (
-        type(others[0]) is not float
-        or type(others[1]) is not float
-        or not (type(eps) is float or eps is None)
-    ):
+    if type(offset) is not float or type(alpha) is not float or not (type(eps) is float or eps is None):
         return None
-    if type(normalized_shape) is not int:
-        if type(normalized_shape) in _SEQUENCES:
-            normalized_shape = tuple(normalized_shape)
-        elif type(normalized_shape) is not tuple:
+    if type(shape) is not int:
+        if type(shape) in _SEQUENCES:
+            shape = tuple(shape)
+            numbers = shape, *numbers[1:]
+        elif type(shape) is not tuple:
             return None
-        for size in normalized_shape:
+        for size in shape:
             if type(size) is not int:
                 return None
-    return forward_call(tensors, (normalized_shape, eps, others), backend)
+    return forward_call(tensors, numbers, backend)
 
 
-def forward_call(tensors: ForwardTensors, others: tuple[Any, ...], backend: Any) -> Any:
-    """Describe a forward. others: all arguments but tensors and backend."""
+def forward_call(tensors: ForwardTensors, numbers: tuple[Any, ...], backend: Any) -> Any:
+    """Describe a forward. numbers: all arguments but tensors and backend."""
     x, weight, bias, residual = tensors
     parts = weight is None, bias is None, residual is None
-    return call_of((x,) if residual is None else (x, residual), (weight, bias), parts, others, backend)
+    return call_of((x,) if residual is None else (x, residual), (weight, bias), parts, numbers, backend)
 
 
 def backward_call(tensors: BackwardTensors, others: tuple[Any, ...], backend: Any) -> Any:
@@ -173,18 +171,11 @@ def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def call_forward(tensors: ForwardTensors, dims: int, call: Call) -> Outputs:
-    """Call the forward op on x, weight, bias, residual. Return y, rstd of the op's shape, residual_out."""
-    register_sharding(tensors)
-    forward = torch.ops.tilegym_rmsnorm.rms_norm_forward.default  # op.py defines it
-    return forward(*arguments_of_forward(tensors, dims, call))
-
-
-def arguments_of_forward(tensors: ForwardTensors, dims: int, call: Call) -> tuple[Any, ...]:
-    x, weight, bias, residual = tensors
-    _, eps, offset, casting, alpha, y_dtype, residual_dtype, _ = call.spec
-    numbers = dims, eps, offset, casting, alpha
-    return x, residual, weight, bias, *numbers, residual_dtype, y_dtype, call.backend
+def arguments_of_forward(checked: Checked, backend: str | None) -> tuple[Any, ...]:
+    """Return the arguments of the forward op for a call that passed all checks."""
+    (x, weight, bias, residual), spec = checked.tensors, checked.spec
+    dtypes = spec.residual_dtype, spec.y_dtype
+    return x, residual, weight, bias, len(checked.shape), *spec[1:5], *dtypes, backend
 
 
 def call_backward(

@@ -13,10 +13,12 @@ replicated and per-head weights sharded; cos and sin are sharded along the seque
 
 from __future__ import annotations
 
+import functools
 from operator import itemgetter
 from typing import Any
 
 from tilegym_rmsnorm.call.arithmetic import default_eps
+from tilegym_rmsnorm.call.spec import Checked
 from tilegym_rmsnorm.call.tensors import OfPlainType
 from tilegym_rmsnorm.call.validation import are_equal_in_graph
 from tilegym_rmsnorm.ops.rope import passes
@@ -30,11 +32,11 @@ from tilegym_rmsnorm.ops.rope.spec import (
     RopeOutputs,
     wanted_of,
 )
-from tilegym_rmsnorm.routes import known_calls, library_op
+from tilegym_rmsnorm.routes import by_library_ops, known_calls, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
-from tilegym_rmsnorm.routes.by_library_ops import OpCalls, gradients_of_op
 from tilegym_rmsnorm.routes.known_calls import Run
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, Tensors
+from tilegym_rmsnorm.routes.public_calls import PublicCalls
 from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
 
@@ -87,6 +89,14 @@ def _gradients_for_fakes(asked: CheckedCall) -> RopeGradients:
     return q.new_empty(q.shape), None if k is None else k.new_empty(k.shape), *of_weights
 
 
+def _by_operations(checked: Checked) -> RopeOutputs:
+    return passes.rope_by_operations(checked.tensors, checked.spec)
+
+
+def _same(tensors: Tensors) -> Tensors:
+    return tensors
+
+
 class RopeFunction(RecordedFunction):
     """Normalized and rotated heads, with a gradient."""
 
@@ -94,7 +104,7 @@ class RopeFunction(RecordedFunction):
 def _recording(run: Run, tensors: Tensors, options: Options) -> Recording:
     _check_forward(*tensors, *options)  # here grad is on, and tables that require grad are refused
     return passes.recording(
-        run, lambda tensors, wanted: gradients_of_op(BACKWARD_OP, tensors, (wanted, *options))
+        run, lambda tensors, wanted: by_library_ops.gradients_of_op(BACKWARD_OP, tensors, (wanted, *options))
     )
 
 
@@ -150,7 +160,7 @@ FORWARD_OP = LibraryOp(
     check=_check_forward,
     bind=lambda tensors, call, _: passes.bind_forward(tensors, call),
     for_fakes=_outputs_for_fakes,
-    by_operations=lambda asked: passes.rope_by_operations(asked.checked.tensors, asked.checked.spec),
+    by_operations=lambda asked: _by_operations(asked.checked),
     rules=lambda *arguments: _sharding_rules(2, arguments),
     recording=_recording,
     node=RopeFunction,
@@ -171,7 +181,16 @@ BACKWARD_OP = LibraryOp(
     rules=lambda *arguments: _sharding_rules(4, arguments),
 )
 FORWARD, BACKWARD = library_op.define(FORWARD_OP), library_op.define(BACKWARD_OP)
-CALLS = OpCalls(FORWARD_OP, BACKWARD_OP, known_calls.shared(), passes.recording)
+CALLS = PublicCalls(
+    forward=FORWARD_OP,
+    known=known_calls.shared(),
+    known_call=passes.known_call,
+    arguments=lambda checked, backend: (*checked.tensors, *checked.spec[1:], backend),
+    in_order=_same,
+    returned=lambda tensors: _same,
+    by_operations=_by_operations,
+    bind=functools.partial(by_library_ops.bind, FORWARD_OP, BACKWARD_OP, passes.recording),
+)
 
 
 def rope_in_graph(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> Any:
