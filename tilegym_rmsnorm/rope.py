@@ -81,18 +81,18 @@ def qk_norm_rope(
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
     tensors = q, k, q_weight, k_weight, cos, sin, position_ids
-    others = eps, offset, rotary_dim, interleaved, casting, rope_rounding
+    numbers = eps, offset, rotary_dim, interleaved, casting, rope_rounding
     if is_traced():
-        if k is not None and (result := rope_in_graph(tensors, others, backend)) is not None:
+        if k is not None and (result := rope_in_graph(tensors, numbers, backend)) is not None:
             return result
-    elif (known := CALLS.known.find(known_call(tensors, others, backend))) is not None:
+    elif (known := CALLS.known.find(known_call(tensors, numbers, backend))) is not None:
         return known(tensors)
     if has_torch_function(*tensors):
-        options: dict[str, Any] = _named(others) | {"position_ids": position_ids, "backend": backend}
+        options = _named(numbers, position_ids, backend)
         return handle_torch_function(qk_norm_rope, tensors, *tensors[:-1], **options)
     if k is None:
         raise TypeError("k: expected a torch.Tensor, got NoneType: rms_norm_rope takes one tensor")
-    return _checked(tensors, others, backend)  # type: ignore[return-value]
+    return _checked(tensors, numbers, backend)  # type: ignore[return-value]
 
 
 def rms_norm_rope(
@@ -135,31 +135,30 @@ def rms_norm_rope(
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
     tensors = x, None, weight, None, cos, sin, position_ids
-    others = eps, offset, rotary_dim, interleaved, casting, rope_rounding
+    numbers = eps, offset, rotary_dim, interleaved, casting, rope_rounding
     if is_traced():
-        if (result := rope_in_graph(tensors, others, backend)) is not None:
+        if (result := rope_in_graph(tensors, numbers, backend)) is not None:
             return result[0]
-    elif (known := CALLS.known.find(known_call(tensors, others, backend))) is not None:
+    elif (known := CALLS.known.find(known_call(tensors, numbers, backend))) is not None:
         return known(tensors)[0]
     if has_torch_function(*tensors):
-        options: dict[str, Any] = _named(others) | {"position_ids": position_ids, "backend": backend}
-        given = x, weight, cos, sin
+        given, options = (x, weight, cos, sin), _named(numbers, position_ids, backend)
         return handle_torch_function(rms_norm_rope, tensors, *given, **options)
-    return _checked(tensors, others, backend)[0]
+    return _checked(tensors, numbers, backend)[0]
 
 
 qk_norm_rope.__prepare_scriptable__ = refuse_torch_jit_script  # type: ignore[attr-defined]
 rms_norm_rope.__prepare_scriptable__ = refuse_torch_jit_script  # type: ignore[attr-defined]
 
 
-def _named(others: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(ROPE_OPTIONS, others, strict=True))
+def _named(numbers: tuple[Any, ...], position_ids: Any, backend: Any) -> dict[str, Any]:
+    return dict(zip(ROPE_OPTIONS, numbers, strict=True)) | {"position_ids": position_ids, "backend": backend}
 
 
-def _checked(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: str | None) -> RopeOutputs:
+def _checked(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: str | None) -> RopeOutputs:
     """Run a call with all checks; Dynamo traces this. The result has None in the place of k_out where k is None."""
-    checked = checked_rope(*tensors, **_named(others))
-    return run_checked(CALLS, tensors, others, backend, checked, _untraced_checked)
+    checked = checked_rope(tensors, numbers)
+    return run_checked(CALLS, tensors, numbers, backend, checked, _untraced_checked)
 
 
 _untraced_checked = untraced(_checked)

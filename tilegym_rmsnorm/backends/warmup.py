@@ -151,15 +151,8 @@ def warmup_rope(
     columns //= 2 if checked_bool("half_tables", half_tables) else 1
     q, k = (torch.empty(1, 1, each, n, dtype=dtype, device="meta") for each in (count, k_count))
     table = torch.empty(1, columns, dtype=table_dtype, device="meta")
-    spec = checked_rope(
-        *(q, k if k_count else None, None, None, table, table, None),
-        eps=None,
-        offset=0.0,
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        casting=casting,
-        rope_rounding=rope_rounding,
-    ).spec
+    numbers = None, 0.0, rotary_dim, interleaved, casting, rope_rounding
+    spec = checked_rope((q, k if k_count else None, None, None, table, table, None), numbers).spec
     is_per_head = checked_bool("per_head", per_head)
     device = _cuda_device(device)
     _check_usable("warmup_rope", device, casting, n, dtype, weight_dtype, table_dtype)

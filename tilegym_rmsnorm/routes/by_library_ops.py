@@ -42,24 +42,30 @@ def bind(
     run = op.bind(checked.tensors, bound, CheckedCall(checked, bound.backend))
     if not is_recorded(*checked.tensors):
         return run
-    known, options = KnownCalls() if is_kept else None, (*bound.spec[1:], bound.backend)
+    known, numbers = KnownCalls() if is_kept else None, bound.spec[1:]
     record = apply_of(op.node)
-    recorded = recording(run, lambda given, wanted: _gradients(backward, known, given, (wanted, *options)))
+
+    def gradients(given: Tensors, wanted: int) -> Tensors:
+        return _gradients(backward, known, given, (wanted, *numbers), bound.backend)
+
+    recorded = recording(run, gradients)
     return lambda tensors: record(recorded, *tensors)
 
 
-def _gradients(op: LibraryOp, known: KnownCalls | None, tensors: Tensors, options: Options) -> Any:
+def _gradients(
+    op: LibraryOp, known: KnownCalls | None, tensors: Tensors, numbers: Options, backend: str | None
+) -> Any:
     """Compute the gradients of an eager call, of a backward like an earlier one in `known` without checks."""
     described = None
     if known is not None and not torch.is_grad_enabled() and not is_traced():
-        described = op.known_call(tensors, options)
+        described = op.known_call(tensors, numbers, backend)
         if (run := known.find(described)) is not None:
             return run(tensors)
-    asked = op.check(*tensors, *options)
+    asked = op.check(*tensors, *numbers, backend)
     plain = asked.checked.tensors
     route = choose.route_of(asked.checked, asked.backend, asked.wanted, is_by_autograd=True)
     if route.name == choose.OP:
-        return call(op, (*plain, *options[:-1], route.call.backend))
+        return call(op, (*plain, *numbers, route.call.backend))
     if route.name == choose.OPERATIONS:
         return op.by_operations(asked)
     return run_and_remember(

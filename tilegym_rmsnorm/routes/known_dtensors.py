@@ -31,8 +31,8 @@ Tensors = tuple[Any, ...]
 def remember(op: Any, arguments: Tensors, results: Any) -> None:
     """Remember a call of a library op that autograd does not record, if it may be known. op: the `LibraryOp`."""
     if (run := _bind(op, arguments, results)) is not None:
-        tensors, options = arguments[: op.count], arguments[op.count :]
-        op.known.remember(op.known_call(op.for_backend(tensors), options), run)
+        numbers, backend = arguments[op.count : -1], arguments[-1]
+        op.known.remember(op.known_call(op.for_backend(arguments), numbers, backend), run)
 
 
 def bind_public(

@@ -61,8 +61,8 @@ class LibraryOp:
     for_backend: Callable[[Tensors], Tensors]  # selects them in the order in which a backend takes them
     check: Callable[..., CheckedCall]  # takes all arguments
     known: KnownCalls
-    # takes tensors for a backend; None: such a call cannot be known
-    known_call: Callable[[Tensors, Options], Any]
+    # takes tensors for a backend, the options before the backend, and that; None: such a call cannot be known
+    known_call: Callable[[Tensors, Options, Any], Any]
     # returns the function that runs tensors like these, in the order of a backend; it holds none of them
     bind: Callable[[Tensors, Call, CheckedCall], Callable[[Any], Any]]
     for_fakes: Callable[[CheckedCall], Any]  # results that have shapes and dtypes alone
@@ -129,7 +129,7 @@ def _find_known_first(overload: Any, run_known: Callable[..., Any]) -> Callable[
 def _run_known(op: LibraryOp, *arguments: Any) -> Any:
     """Run an op like an earlier call, without checks; None: none was like it."""
     tensors = op.for_backend(arguments)
-    run = op.known.find(op.known_call(tensors, arguments[op.count :]))
+    run = op.known.find(op.known_call(tensors, arguments[op.count : -1], arguments[-1]))
     return None if run is None else run(tensors)
 
 
@@ -145,7 +145,7 @@ def _run(op: LibraryOp, *arguments: Any) -> Any:
     tensors = op.for_backend(arguments)
     return run_and_remember(
         op.known,
-        lambda: op.known_call(tensors, arguments[op.count :]),
+        lambda: op.known_call(tensors, arguments[op.count : -1], arguments[-1]),
         tensors,
         asked.checked.tensors,
         call.forward if asked.wanted is None else call.backward,

@@ -71,19 +71,19 @@ SCHEMAS = {
 }
 
 
-def _known_forward(tensors: ForwardTensors, options: Options) -> Any:
-    dims, eps, offset, _, alpha, *_ = options
+def _known_forward(tensors: ForwardTensors, numbers: Options, backend: Any) -> Any:
+    dims, eps, offset, _, alpha, _, _ = numbers
     # A number of another type may equal one of these as a key. The dispatcher casts or refuses it.
     if not (type(dims) is int and type(eps) is float and type(offset) is float and type(alpha) is float):
         return None
-    return passes.forward_call(tensors, options[:-1], options[-1])
+    return passes.forward_call(tensors, numbers, backend)
 
 
-def _known_backward(tensors: BackwardTensors, options: Options) -> Any:
-    wanted, dims, offset, _, alpha, *_ = options
+def _known_backward(tensors: BackwardTensors, numbers: Options, backend: Any) -> Any:
+    wanted, dims, offset, _, alpha, *_ = numbers
     if not (type(wanted) is int and type(dims) is int and type(offset) is float and type(alpha) is float):
         return None
-    return passes.backward_call(tensors, options[:-1], options[-1])
+    return passes.backward_call(tensors, numbers, backend)
 
 
 def _check_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> CheckedCall:

@@ -14,6 +14,7 @@ tests/api/test_rope_errors.py follows every hint.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -50,19 +51,20 @@ _NAMES = "q", "k", "q_weight", "k_weight", "cos", "sin", "position_ids"
 _OF_ONE = "x", "k", "weight", "k_weight", "cos", "sin", "position_ids"  # of rms_norm_rope
 
 
-def checked_rope(*tensors: Any, **options: Any) -> Checked:
-    """Check a forward: q, k, q_weight, k_weight, cos, sin, position_ids, and options as `_checked_spec` names them.
+def checked_rope(tensors: Sequence[Any], numbers: Sequence[Any]) -> Checked:
+    """Check a forward: q, k, q_weight, k_weight, cos, sin, position_ids, and numbers in the order of `_checked_spec`.
     q and k have four dimensions (B, T, H, D), or three (T, H, D). k is None for `rms_norm_rope`."""
     q, k, q_weight, k_weight, *tables = tensors
     names = names_of(tensors)
+    eps, offset, rotary_dim, *others = numbers
     if is_dtensor(q):
         tables = [_replicated_beside(q, each) for each in tables]
     are_plain, given = made_plain(q, k, q_weight, k_weight, *tables)
     if not are_plain:
         check_dtensors(names, given)
     if get_trace() is not None:
-        options["rotary_dim"] = outside_of_trace(size_outside_of_trace, options["rotary_dim"])
-    spec = outside_of_trace(_checked_spec, names, *given, **options)
+        rotary_dim = outside_of_trace(size_outside_of_trace, rotary_dim)
+    spec = outside_of_trace(_checked_spec, names, *given, eps, offset, rotary_dim, *others)
     return Checked(names, given, given[0].shape[-1:], spec, are_plain)
 
 
@@ -75,7 +77,6 @@ def _checked_spec(
     cos: Tensor,
     sin: Tensor,
     position_ids: Tensor | None,
-    *,
     eps: float | None,
     offset: float,
     rotary_dim: int | None,
@@ -117,10 +118,10 @@ def _checked_spec(
     )
 
 
-def checked_rope_backward(dq_out: Tensor, dk_out: Any, *tensors: Any, **options: Any) -> Checked:
-    """Check a backward: the gradients of the outputs, and behind them the forward's tensors and options."""
-    are_plain, (dq_out, dk_out) = made_plain(dq_out, dk_out)
-    names, given, shape, spec, are_others_plain = checked_rope(*tensors, **options)
+def checked_rope_backward(tensors: Sequence[Any], numbers: Sequence[Any]) -> Checked:
+    """Check a backward: the gradients of the outputs, and behind them the forward's tensors; the forward's numbers."""
+    are_plain, (dq_out, dk_out) = made_plain(*tensors[:2])
+    names, given, shape, spec, are_others_plain = checked_rope(tensors[2:], numbers)
     q, k = given[:2]
     check_like(f"d{names[0]}_out", dq_out, q, names[0])
     if k is not None:
@@ -131,7 +132,7 @@ def checked_rope_backward(dq_out: Tensor, dk_out: Any, *tensors: Any, **options:
     return Checked(names_of(given), given, shape, spec, are_plain and are_others_plain)
 
 
-def names_of(tensors: tuple[Any, ...]) -> tuple[str, ...]:
+def names_of(tensors: Sequence[Any]) -> tuple[str, ...]:
     """Name the tensors of a forward or of a backward, as the caller knows them."""
     names = _NAMES if tensors[-6] is not None else _OF_ONE
     return names if len(tensors) == len(names) else (f"d{names[0]}_out", "dk_out", *names)

@@ -23,15 +23,7 @@ from tilegym_rmsnorm.call.tensors import OfPlainType
 from tilegym_rmsnorm.call.validation import are_equal_in_graph
 from tilegym_rmsnorm.ops.rope import passes
 from tilegym_rmsnorm.ops.rope.checks import ROUNDINGS, check_tables, checked_rope, checked_rope_backward
-from tilegym_rmsnorm.ops.rope.spec import (
-    OF_K,
-    OF_Q,
-    ROPE_OPS,
-    ROPE_OPTIONS,
-    RopeGradients,
-    RopeOutputs,
-    wanted_of,
-)
+from tilegym_rmsnorm.ops.rope.spec import OF_K, OF_Q, ROPE_OPS, RopeGradients, RopeOutputs, wanted_of
 from tilegym_rmsnorm.routes import by_library_ops, known_calls, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
 from tilegym_rmsnorm.routes.known_calls import Run
@@ -55,21 +47,21 @@ SCHEMAS = {
 }
 
 
-def _known_backward(tensors: Tensors, options: Options) -> Any:
-    wanted, *numbers, backend = options
-    return passes.known_call(tensors, tuple(numbers), backend, wanted) if type(wanted) is int else None
+def _known_backward(tensors: Tensors, numbers: Options, backend: Any) -> Any:
+    wanted = numbers[0]
+    return passes.known_call(tensors, numbers[1:], backend, wanted) if type(wanted) is int else None
 
 
 def _check_forward(*arguments: Any) -> CheckedCall:
-    tensors, (*numbers, backend) = arguments[:7], arguments[7:]
+    *numbers, backend = arguments[7:]
     check_backend_name(backend)
-    return CheckedCall(checked_rope(*tensors, **dict(zip(ROPE_OPTIONS, numbers, strict=True))), backend)
+    return CheckedCall(checked_rope(arguments[:7], numbers), backend)
 
 
 def _check_backward(*arguments: Any) -> CheckedCall:
-    tensors, (bits, *numbers, backend) = arguments[:9], arguments[9:]
+    bits, *numbers, backend = arguments[9:]
     check_backend_name(backend)
-    checked = checked_rope_backward(*tensors, **dict(zip(ROPE_OPTIONS, numbers, strict=True)))
+    checked = checked_rope_backward(arguments[:9], numbers)
     if not 0 <= bits <= OF_Q + OF_K:
         raise ValueError(f"wanted: expected 0 to {OF_Q + OF_K}, got {bits}")
     return CheckedCall(checked, backend, wanted_of(bits, *checked.tensors[4:6]))
@@ -156,7 +148,7 @@ FORWARD_OP = LibraryOp(
     count=7,
     for_backend=itemgetter(slice(7)),
     known=known_calls.shared(),
-    known_call=lambda tensors, options: passes.known_call(tensors, options[:-1], options[-1]),
+    known_call=passes.known_call,
     check=_check_forward,
     bind=lambda tensors, call, _: passes.bind_forward(tensors, call),
     for_fakes=_outputs_for_fakes,
@@ -193,11 +185,11 @@ CALLS = PublicCalls(
 )
 
 
-def rope_in_graph(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> Any:
-    """Call the forward op for a usual call of `qk_norm_rope`, as routes/traced.py says: q_out and k_out. others:
+def rope_in_graph(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: Any) -> Any:
+    """Call the forward op for a usual call of `qk_norm_rope`, as routes/traced.py says: q_out and k_out. numbers:
     `ROPE_OPTIONS`."""
     q, k, q_weight, k_weight, cos, sin, positions = tensors
-    eps, offset, rotary_dim, interleaved, casting, rounding = others
+    eps, offset, rotary_dim, interleaved, casting, rounding = numbers
     if backend is None and traced_backends:
         backend = traced_backends[-1]
     if not is_usual(tensors[:-1], (1.0, offset, eps), casting, backend) or not 3 <= q.ndim <= 4:
