@@ -136,12 +136,15 @@ rms_norm.__prepare_scriptable__ = refuse_torch_jit_script
 def norm_of(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: Any) -> Any:
     """Compute `rms_norm` of input, weight, bias and residual in an eager call. Modules call this: to pass arguments by
     name takes half a microsecond. numbers: NUMBERS."""
-    known = KNOWN.find(norm_call(tensors, numbers, backend))
-    return checked_norm(tensors, numbers, backend) if known is None else known(tensors)
+    described = norm_call(tensors, numbers, backend)
+    known = KNOWN.find(described)
+    return checked_norm(tensors, numbers, backend, described) if known is None else known(tensors)
 
 
-def checked_norm(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: Any) -> Any:
-    """Compute `rms_norm` with all checks; Dynamo traces this."""
+def checked_norm(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: Any, described: Any = None
+) -> Any:
+    """Compute `rms_norm` with all checks; Dynamo traces this. described: the call, to be known from now on."""
     if has_torch_function(*tensors):
         input, weight, bias, residual = tensors
         # Their __torch_function__ accepts only PyTorch's functions; `norm_by_operations` calls F.rms_norm.
@@ -152,7 +155,7 @@ def checked_norm(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: An
                 rms_norm, tensors, input, shape, weight, eps, **options, backend=backend
             )
     checked = checks.checked_forward(*tensors, *numbers)
-    return run_checked(CALLS, tensors, numbers, backend, checked, _untraced_norm)
+    return run_checked(CALLS, tensors, numbers, backend, described, checked, _untraced_norm)
 
 
 @overload

@@ -82,17 +82,18 @@ def qk_norm_rope(
     """
     tensors = q, k, q_weight, k_weight, cos, sin, position_ids
     numbers = eps, offset, rotary_dim, interleaved, casting, rope_rounding
+    described = None
     if is_traced():
         if k is not None and (result := rope_in_graph(tensors, numbers, backend)) is not None:
             return result
-    elif (known := CALLS.known.find(known_call(tensors, numbers, backend))) is not None:
+    elif (known := CALLS.known.find(described := known_call(tensors, numbers, backend))) is not None:
         return known(tensors)
     if has_torch_function(*tensors):
         options = _named(numbers, position_ids, backend)
         return handle_torch_function(qk_norm_rope, tensors, *tensors[:-1], **options)
     if k is None:
         raise TypeError("k: expected a torch.Tensor, got NoneType: rms_norm_rope takes one tensor")
-    return _checked(tensors, numbers, backend)  # type: ignore[return-value]
+    return _checked(tensors, numbers, backend, described)  # type: ignore[return-value]
 
 
 def rms_norm_rope(
@@ -136,15 +137,16 @@ def rms_norm_rope(
     """
     tensors = x, None, weight, None, cos, sin, position_ids
     numbers = eps, offset, rotary_dim, interleaved, casting, rope_rounding
+    described = None
     if is_traced():
         if (result := rope_in_graph(tensors, numbers, backend)) is not None:
             return result[0]
-    elif (known := CALLS.known.find(known_call(tensors, numbers, backend))) is not None:
+    elif (known := CALLS.known.find(described := known_call(tensors, numbers, backend))) is not None:
         return known(tensors)[0]
     if has_torch_function(*tensors):
         given, options = (x, weight, cos, sin), _named(numbers, position_ids, backend)
         return handle_torch_function(rms_norm_rope, tensors, *given, **options)
-    return _checked(tensors, numbers, backend)[0]
+    return _checked(tensors, numbers, backend, described)[0]
 
 
 qk_norm_rope.__prepare_scriptable__ = refuse_torch_jit_script  # type: ignore[attr-defined]
@@ -155,10 +157,12 @@ def _named(numbers: tuple[Any, ...], position_ids: Any, backend: Any) -> dict[st
     return dict(zip(ROPE_OPTIONS, numbers, strict=True)) | {"position_ids": position_ids, "backend": backend}
 
 
-def _checked(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: str | None) -> RopeOutputs:
+def _checked(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: str | None, described: Any = None
+) -> RopeOutputs:
     """Run a call with all checks; Dynamo traces this. The result has None in the place of k_out where k is None."""
     checked = checked_rope(tensors, numbers)
-    return run_checked(CALLS, tensors, numbers, backend, checked, _untraced_checked)
+    return run_checked(CALLS, tensors, numbers, backend, described, checked, _untraced_checked)
 
 
 _untraced_checked = untraced(_checked)

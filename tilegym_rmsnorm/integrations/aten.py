@@ -331,7 +331,7 @@ class _Patch:
 
 def _first_run(known: Any, call: Any, tensors: Any, function: Any, bind: Any, *given: Any) -> Any:
     """Run a call that is not known, and remember it. given: the arguments of `bind` besides the tensors."""
-    return run_and_remember(known, lambda: call, tensors, tensors, function, lambda _: bind(tensors, *given))
+    return run_and_remember(known, call, tensors, tensors, function, lambda _: bind(tensors, *given))
 
 
 def _may_copy(*tensors: Tensor | None) -> bool:

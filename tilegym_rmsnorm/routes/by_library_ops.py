@@ -69,12 +69,7 @@ def _gradients(
     if route.name == choose.OPERATIONS:
         return op.by_operations(asked)
     return run_and_remember(
-        known,
-        lambda: described,
-        tensors,
-        plain,
-        route.call.backward,
-        lambda _: op.bind(plain, route.call, asked),
+        known, described, tensors, plain, route.call.backward, lambda _: op.bind(plain, route.call, asked)
     )
 
 

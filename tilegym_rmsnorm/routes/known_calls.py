@@ -95,7 +95,7 @@ def forget() -> None:
 
 def run_and_remember(
     known: KnownCalls | None,
-    describe: Callable[[], Any],
+    described: _Call | None,
     given: tuple[Any, ...],
     tensors: tuple[Any, ...],
     function: Callable[..., Any] | None,
@@ -105,19 +105,17 @@ def run_and_remember(
 
     Args:
         known: Remembers it; None: nothing does.
-        describe: Describes the call for `known`.
+        described: The call, for `known`; None: it cannot be known.
         given: Its tensors, as the caller gave them.
         tensors: As the checks made them.
         function: The backend's.
         bind: Returns the function to run. It is told whether that is kept for other calls.
     """
-    described = None
-    if known is not None and may_remember(given, tensors, function):
-        described = describe()
+    is_kept = known is not None and described is not None and may_remember(given, tensors, function)
     with unseen(function):
-        run = bind(described is not None)
+        run = bind(is_kept)
         results = run(tensors)
-    if known is not None:
+    if known is not None and is_kept:
         known.remember(described, run)
     return results
 

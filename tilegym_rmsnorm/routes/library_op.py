@@ -135,17 +135,18 @@ def _run_known(op: LibraryOp, *arguments: Any) -> Any:
 
 def _run(op: LibraryOp, *arguments: Any) -> Any:
     """Run an op, on real tensors."""
+    tensors = op.for_backend(arguments)
+    described = op.known_call(tensors, arguments[op.count : -1], arguments[-1])
     # Not every call comes by `_find_known_first`: AOTInductor's come from C++.
-    if (known := _run_known(op, *arguments)) is not None:
-        return known
+    if (run := op.known.find(described)) is not None:
+        return run(tensors)
     asked = op.check(*arguments)
     if (results := op.without_backend(asked)) is not None:
         return results
     call = choose.call_of_op(asked.checked, asked.backend, asked.wanted)
-    tensors = op.for_backend(arguments)
     return run_and_remember(
         op.known,
-        lambda: op.known_call(tensors, arguments[op.count : -1], arguments[-1]),
+        described,
         tensors,
         asked.checked.tensors,
         call.forward if asked.wanted is None else call.backward,

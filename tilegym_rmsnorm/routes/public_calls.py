@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilegym_rmsnorm.call.spec import Call, Checked
-from tilegym_rmsnorm.call.watched import is_traced
 from tilegym_rmsnorm.routes import choose, known_dtensors
 from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run, run_and_remember
 from tilegym_rmsnorm.routes.library_op import LibraryOp, Options, Tensors, call
@@ -22,8 +21,6 @@ class PublicCalls:
 
     forward: LibraryOp
     known: KnownCalls
-    # describes a call for `known`, from its tensors, numbers and backend; None: it cannot be known
-    known_call: Callable[[Tensors, Options, Any], Any]
     arguments: Callable[[Checked, str | None], tuple[Any, ...]]  # those of the forward op
     in_order: Callable[[Tensors], Tensors]  # puts tensors in the order of the forward op
     # returns, for the tensors, a function that takes the results of the op and returns those of the call
@@ -39,11 +36,13 @@ def run_checked(
     tensors: Tensors,
     numbers: Options,
     backend: str | None,
+    described: Any,
     checked: Checked,
     untraced: Callable[..., Any],
 ) -> Any:
     """Run a call that passed all checks, by its route; Dynamo traces this. tensors, numbers, backend: as the caller
-    gave them. untraced: runs the call outside of a graph, given these three."""
+    gave them. described: the call, for `known`; None: it cannot be known, as while Dynamo traces. untraced: runs it
+    outside of a graph, given these three."""
     route = choose.route_of(checked, backend, is_differentiable=True)
     if route.name == choose.UNTRACED:
         return untraced(tensors, numbers, route.call.backend)
@@ -52,14 +51,14 @@ def run_checked(
     if route.name == choose.OP:
         arguments = calls.arguments(checked, route.call.backend)
         results, returned = call(calls.forward, arguments), calls.returned(tensors)
-        if not is_traced():
+        if described is not None:
             given = tensors, calls.in_order, returned
             if (run := known_dtensors.bind_public(calls.forward, arguments, results, *given)) is not None:
-                calls.known.remember(calls.known_call(tensors, numbers, backend), run)
+                calls.known.remember(described, run)
         return returned(results)
     return run_and_remember(
         calls.known,
-        lambda: calls.known_call(tensors, numbers, backend),
+        described,
         tensors,
         checked.tensors,
         route.call.forward,

@@ -165,9 +165,7 @@ def gradients(
                 return run
             return lambda tensors: as_needed(needs, run(tensors), bias_shape)
 
-        return run_and_remember(
-            backwards, lambda: described, tensors, plain, route.call.backward, bind_gradients
-        )
+        return run_and_remember(backwards, described, tensors, plain, route.call.backward, bind_gradients)
     if wanted.dx is not None:
         compute = passes.call_backward if route.name == choose.OP else operations.gradients_of_saved
         found = _on_rows(compute, plain, route.call, wanted)

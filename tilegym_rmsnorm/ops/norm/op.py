@@ -292,7 +292,6 @@ BACKWARD = library_op.define(
 CALLS = PublicCalls(
     forward=FORWARD_OP,
     known=passes.KNOWN,
-    known_call=passes.norm_call,
     arguments=passes.arguments_of_forward,
     in_order=itemgetter(0, 3, 1, 2),
     returned=passes.returned_of,

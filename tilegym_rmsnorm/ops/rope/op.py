@@ -176,7 +176,6 @@ FORWARD, BACKWARD = library_op.define(FORWARD_OP), library_op.define(BACKWARD_OP
 CALLS = PublicCalls(
     forward=FORWARD_OP,
     known=known_calls.shared(),
-    known_call=passes.known_call,
     arguments=lambda checked, backend: (*checked.tensors, *checked.spec[1:], backend),
     in_order=_same,
     returned=lambda tensors: _same,
