@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -84,6 +85,29 @@ def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[Forwar
     return run_and_record
 
 
+def bind_with_input(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[ForwardTensors], Any]:
+    """As `bind`, without a residual and recorded in any case: return y and x. The backward adds the gradient of that x
+    to dx where it computes dx, as it adds that of a sum. Autograd makes a view of the returned x."""
+    x, weight, bias, _ = tensors
+    run = passes.bind_forward(tensors, call)
+    call, dtypes = call._replace(dtype=x.dtype), tuple(map(dtype_of, (x, None, weight, bias)))
+    backwards, bias_shape = KnownCalls() if is_kept else None, () if bias is None else bias.shape
+    gradients = functools.partial(_gradients_of, call, dtypes, bias_shape, backwards)
+
+    def run_with_input(tensors: tuple[Any, ...]) -> Outputs:
+        x, _, weight, bias = tensors
+        y, rstd, _ = run((x, weight, bias, None))
+        return y, rstd, x
+
+    recording = passes.recording(run_with_input, tensors, 1.0, gradients, returned=itemgetter(0, 2))
+
+    def run_and_record(tensors: ForwardTensors) -> Any:
+        x, weight, bias, residual = tensors
+        return _record_with_input(recording, x, residual, weight, bias)
+
+    return run_and_record
+
+
 class RMSNormFunction(RecordedFunction):
     """Norm without a residual. Saves x, weight and rstd; the backward does not need y.
 
@@ -111,7 +135,13 @@ class AddRMSNormFunction(RecordedFunction):
     """Norm of the sum alpha * x + residual, and the sum. Saves the sum, weight and rstd: neither x nor residual."""
 
 
-_record, _record_sum = map(apply_of, (RMSNormFunction, AddRMSNormFunction))
+class RMSNormWithInputFunction(RecordedFunction):
+    """Norm without a residual, and x. Saves x, weight and rstd."""
+
+
+_record, _record_sum, _record_with_input = map(
+    apply_of, (RMSNormFunction, AddRMSNormFunction, RMSNormWithInputFunction)
+)
 
 
 def _gradients_of(
