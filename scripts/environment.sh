@@ -86,7 +86,10 @@ _modules() {
         printf 'mypy '
         [ "$(uname -s)" != Linux ] || printf 'cuobjdump '
         ;;
-      optional:test-integrations) printf 'accelerate cloudpickle dill kernels>=0.17 onnx onnxruntime onnxscript peft transformers>=4.57 ' ;;
+      optional:test-integrations)
+        printf 'accelerate cloudpickle dill kernels>=0.17 onnx onnxruntime onnxscript peft transformers>=4.57 '
+        [ "$(uname -s)" != Linux ] || printf 'megatron.core ' # wheels for CPython up to 3.13
+        ;;
       optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;
       optional:docs) printf 'mkdocs material mkdocstrings_handlers.python black ' ;;
       optional:peers) [ "$(uname -s)" != Linux ] || printf 'quack liger_kernel tilegym ' ;;
