@@ -29,7 +29,11 @@ PAGES = sorted(DOCS.glob("*.md"))
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/NOTES.md", "bench/README.md")]
 OTHERS += sorted((ROOT / "bench" / "results").glob("*/*.md"))
 # What examples need in which these names stand.
-LIBRARIES = {"transformers": ["transformers"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
+LIBRARIES = {
+    "megatron": ["megatron.core"],
+    "onnx": ["onnx", "onnxscript", "onnxruntime"],
+    "transformers": ["transformers"],
+}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -78,7 +82,7 @@ def test_examples(path, monkeypatch, as_torchrun_starts_it, left_as_it_was):
     monkeypatch.setenv("TILEGYM_RMSNORM_CACHE_DIR", "off")
     text, names = path.read_text(encoding="utf-8"), {"__name__": path.stem}
     for match in BLOCK.finditer(text):
-        for library in re.findall(r"\b(transformers|onnx)\b", match[1]):
+        for library in re.findall(rf"\b({'|'.join(LIBRARIES)})\b", match[1]):
             for needed in LIBRARIES[library]:
                 pytest.importorskip(needed, reason=f"{needed} is not installed")
         source = "\n" * text.count("\n", 0, match.start(1)) + match[1]
