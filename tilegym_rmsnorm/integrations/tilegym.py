@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +20,12 @@ from torch import Tensor, nn
 from tilegym_rmsnorm import functional
 from tilegym_rmsnorm.call import options
 from tilegym_rmsnorm.call.validation import check_tensor, checked_sizes_of_weight
+from tilegym_rmsnorm.integrations.registration import Change, Registration
 
 MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cached")
 REGISTRY = "tilegym.backend.dispatcher"  # the module with TileGym's registry, `_REGISTRY`
 
-_lock = threading.RLock()
-_held: dict[str, _Held] = {}  # by TileGym's name for the backend
+_changes: dict[str, _Functions] = {}  # by TileGym's name for the backend
 
 
 def rms_norm(
@@ -201,33 +200,6 @@ def get_rms_norm_module(model: str = "llama") -> type[TileRMSNorm]:
 OPS: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm, "get_rms_norm_module": get_rms_norm_module}
 
 
-class Registration:
-    """Registration of these functions with TileGym, in effect until `undo` or the end of its `with` block."""
-
-    def __init__(self, held: _Held) -> None:
-        self._held: _Held | None = held
-
-    def undo(self) -> None:
-        """End the registration. After the last one of a backend has ended, TileGym's own functions run again. A second
-        call does nothing. Functions that another library registered since then stay."""
-        with _lock:
-            if self._held is None:
-                return
-            held, self._held = self._held, None
-            held.holders -= 1
-            if not held.holders:
-                held.put_back()
-                del _held[held.backend]
-
-    def __enter__(self) -> Registration:
-        if self._held is None:
-            raise RuntimeError("this registration was undone; call register() for another one")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-
 def register(backend: str = "cutile") -> Registration:
     """Make `tilegym.ops.rms_norm` and `tilegym.ops.get_rms_norm_module` run these functions. Imports TileGym.
 
@@ -249,14 +221,7 @@ def register(backend: str = "cutile") -> Registration:
     """
     if not isinstance(backend, str):
         raise TypeError(f"backend: expected a str, got {backend!r}")
-    dispatcher = _dispatcher()
-    with _lock:
-        if backend not in _held:
-            _held[backend] = _Held(dispatcher, backend)
-        held = _held[backend]
-        held.put()
-        held.holders += 1
-        return Registration(held)
+    return _changes.setdefault(backend, _Functions(backend)).hold()
 
 
 def _dispatcher() -> Any:
@@ -276,23 +241,26 @@ def _dispatcher() -> Any:
     return dispatcher
 
 
-class _Held:
-    """The earlier functions of a backend, kept while registrations for the backend are in effect."""
+class _Functions(Change):
+    """These functions in the place of those of a backend, which are kept."""
 
-    def __init__(self, dispatcher: Any, backend: str) -> None:
-        self.dispatcher, self.backend, self.holders = dispatcher, backend, 0
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
         self.before: dict[str, Callable[..., Any] | None] = {}
 
-    def put(self) -> None:
+    def make(self) -> None:
+        dispatcher = _dispatcher()
         for name, function in OPS.items():
-            found = self.dispatcher._REGISTRY.get(name, {}).get(self.backend)
+            found = dispatcher._REGISTRY.get(name, {}).get(self.backend)
             if found is not function:
                 self.before[name] = found
-                self.dispatcher.register_impl(name, self.backend)(function)
+                dispatcher.register_impl(name, self.backend)(function)
 
-    def put_back(self) -> None:
-        for name, function in self.before.items():
-            of_op = self.dispatcher._REGISTRY[name]
+    def take_back(self) -> None:
+        registry = _dispatcher()._REGISTRY
+        while self.before:
+            name, function = self.before.popitem()
+            of_op = registry[name]
             if of_op.get(self.backend) is OPS[name]:
                 if function is None:
                     del of_op[self.backend]

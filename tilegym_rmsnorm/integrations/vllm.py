@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Provide vLLM's op `vllm.ir.ops.rms_norm`, by the contract of vLLM 0.33. Only `register` imports vLLM."""
+"""Provide vLLM's op `vllm.ir.ops.rms_norm`, and its layers `RMSNorm` and `GemmaRMSNorm`, by the contracts of vLLM 0.33.
+Only `register` and `register_layers` import vLLM."""
 
 # No `from __future__ import annotations`: vLLM reads the schema of the op from annotations, as types, not as text.
-import importlib
 from typing import Any
 
 import torch
@@ -12,11 +12,17 @@ from torch import Tensor
 
 from tilegym_rmsnorm import functional
 from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.call.validation import check_tensor
+from tilegym_rmsnorm.integrations.registration import Change, Registration, imported
 from tilegym_rmsnorm.settings import KERNEL_BACKENDS
 
 PROVIDER = "tilegym_rmsnorm"
 OPS = "vllm.ir.ops"
+LAYERS = "vllm.model_executor.layers.layernorm"
+OUT_OF_TREE = "vllm.model_executor.custom_op"  # the module with vLLM's registry of classes, `op_registry_oot`
+OFFSETS = {"RMSNorm": 0.0, "GemmaRMSNorm": 1.0}
+NEEDS = "{} needs vLLM with {}, such as 0.33. To mend it: pip install vllm"
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
@@ -68,18 +74,93 @@ def register(provider: str = PROVIDER) -> Any:
     """
     if not isinstance(provider, str):
         raise TypeError(f"provider: expected a str, got {provider!r}")
-    try:
-        op = importlib.import_module(OPS).rms_norm
-        add = op.register_impl
-    except (ModuleNotFoundError, AttributeError) as error:
-        name = getattr(error, "name", "") or ""
-        if isinstance(error, ModuleNotFoundError) and not f"{OPS}.".startswith(f"{name}."):
-            raise
-        raise ImportError(
-            "register needs vLLM with vllm.ir.ops.rms_norm, such as 0.33. To mend it: pip install vllm"
-        ) from error
+    op = imported(OPS, "rms_norm", NEEDS.format("register", f"{OPS}.rms_norm"))
     found = op.impls.get(provider)
     if found is not None and found.impl_fn is rms_norm:
         return found
     usable = any(registry.why_unusable(backend, None) is None for backend in KERNEL_BACKENDS)
-    return add(provider, supported=usable, supports_args=supports_args)(rms_norm)
+    return op.register_impl(provider, supported=usable, supports_args=supports_args)(rms_norm)
+
+
+def register_layers() -> Registration:
+    """Register out-of-tree classes for vLLM's layers `RMSNorm` and `GemmaRMSNorm`, with its `register_oot`.
+
+    Layers that vLLM builds from then on run these kernels where vLLM enables the custom ops "rms_norm" and
+    "gemma_rms_norm": not by default under torch.compile, whose setting is `custom_ops=["none"]`. A layer computes the
+    norm as vLLM's CUDA kernels round: `x + residual` to x's dtype, then the norm of that, once. It returns new tensors,
+    as vLLM's native code does, and leaves x and residual as they are. vLLM's own forward runs where the layer has a
+    `var_hidden_size`, for dtypes that `supports_args` declines, and with VLLM_BATCH_INVARIANT.
+
+    Returns:
+        A context manager with `undo()`, after which vLLM builds its own classes. Layers that were built stay.
+        Registrations may be nested and end in any order.
+
+    Raises:
+        ImportError: vLLM is not installed, or has no such layer.
+        RuntimeError: Another library has registered a class for one of these layers. Nothing is registered.
+    """
+    return _layers.hold()
+
+
+class _Layers(Change):
+    function = "register_layers"
+
+    def __init__(self) -> None:
+        self.ours: dict[str, Any] = {}
+
+    def make(self) -> None:
+        registered = _imported_for_layers(OUT_OF_TREE, "op_registry_oot")
+        theirs = {name: _imported_for_layers(LAYERS, name) for name in OFFSETS}
+        for name in theirs:
+            found = registered.get(name)
+            if found is not None and found is not self.ours.get(name):
+                got = f"{found.__module__}.{found.__qualname__}"
+                raise RuntimeError(f"register_layers: expected no out-of-tree {name} in vLLM, got {got}")
+        for name, cls in theirs.items():
+            if name not in registered:
+                self.ours[name] = _layer(cls, OFFSETS[name])
+                cls.register_oot(self.ours[name])
+                # register_oot set another name; by this one vLLM's custom_ops switches the layer on and off as before.
+                self.ours[name].name = cls.name
+
+    def take_back(self) -> None:
+        registered = _imported_for_layers(OUT_OF_TREE, "op_registry_oot")
+        while self.ours:
+            name, ours = self.ours.popitem()
+            if registered.get(name) is ours:
+                del registered[name]
+
+
+_layers = _Layers()
+
+
+def _imported_for_layers(module: str, name: str) -> Any:
+    return imported(module, name, NEEDS.format("register_layers", f"{module}.{name}"))
+
+
+def _layer(theirs: Any, offset: float) -> type:
+    """Return a subclass of vLLM's layer whose forwards on CUDA devices, and on platforms that are plugins, run here."""
+    envs = imported("vllm", "envs", NEEDS.format("register_layers", "vllm.envs"))
+
+    def computed(layer: Any, x: Tensor, residual: Tensor | None) -> Any:
+        """Return None where vLLM's own forward has to run."""
+        weight = layer.weight.data if getattr(layer, "has_weight", True) else None
+        # Gemma's weight is made float32 by the formula, whatever its dtype.
+        is_rounded = not offset and not supports_args(x, weight, layer.variance_epsilon)
+        is_whole = getattr(layer, "variance_size_override", None) is None
+        if envs.VLLM_BATCH_INVARIANT or not is_whole or is_rounded or x.dtype not in KERNEL_DTYPES:
+            return None
+        others = {} if residual is None else {"residual": residual, "residual_dtype": x.dtype}
+        return functional.rms_norm(x, x.shape[-1:], weight, layer.variance_epsilon, offset=offset, **others)
+
+    class Layer(theirs):  # type: ignore[misc]
+        def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+            found = computed(self, x, residual)
+            return super().forward_cuda(x, residual) if found is None else found
+
+        def forward_oot(self, x: Tensor, residual: Tensor | None = None) -> Any:
+            found = computed(self, x, residual)
+            return super().forward_oot(x, residual) if found is None else found
+
+    Layer.__name__ = Layer.__qualname__ = f"TileGym{theirs.__name__}"
+    return Layer
