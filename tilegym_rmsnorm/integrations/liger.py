@@ -1,16 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Run Liger's RMSNorm, by Liger's names and signatures, on these kernels. `apply_to` does it in a built model.
+"""Run Liger's RMSNorm, by Liger's names and signatures, on these kernels. `register` does it in all of Liger, and
+`apply_to` in a built model.
 
-Written against liger-kernel 0.8.5, which is never imported. `in_place` and `row_mode` have no effect: incoming
+Written against liger-kernel 0.8.5, which only `register` imports. `in_place` and `row_mode` have no effect: incoming
 gradients are not overwritten, and the shape decides which kernel runs.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from numbers import Integral
 from types import FunctionType, MethodType
 from typing import Any
@@ -22,6 +24,7 @@ from tilegym_rmsnorm import functional
 from tilegym_rmsnorm.call.options import check_one_of, checked_eps, checked_number, refuse_torch_jit_script
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.validation import check_tensor, checked_sizes_of_weight
+from tilegym_rmsnorm.integrations.registration import Change, Registration, imported
 
 CASTINGS: dict[str, Casting] = {"llama": "llama", "gemma": "once", "none": "once"}
 NUMBERS = {0: "llama", 1: "gemma", -1: "none"}
@@ -325,3 +328,79 @@ def _forwards_of_liger() -> Iterator[tuple[Any, Any]]:
         for name, ours in OURS.items():
             if hasattr(theirs, name):
                 yield getattr(theirs, name).forward, ours
+
+
+# Liger's classes of autograd functions: the file of each in liger_kernel.ops, and the function that serves its `apply`.
+FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "LigerRMSNormFunction": ("rms_norm", liger_rms_norm),
+    "LigerFusedAddRMSNormFunction": ("fused_add_rms_norm", liger_fused_add_rms_norm),
+}
+
+
+def register() -> Registration:
+    """Make Liger run `liger_rms_norm` and `liger_fused_add_rms_norm` for all of its norms. Imports Liger.
+
+        with register():
+            model(x).sum().backward()
+
+    Replaces `LigerRMSNormFunction` and `LigerFusedAddRMSNormFunction` by classes with the same `apply`, in each imported
+    module that has them under these names, Liger's and others'. Modules that import them from Liger later get the same,
+    and a further call reaches those that hold Liger's own. Modules of Liger's keep their class, weights and state dict,
+    built before or after. Registrations may be nested and end in any order; the last one to end puts Liger's back.
+
+    Returns:
+        A context manager with `undo()`.
+
+    Raises:
+        ImportError: Liger is not installed, or has no such class.
+        RuntimeError: The arguments of Liger's classes are not those of release 0.8.5. Nothing is replaced.
+    """
+    return _replacement.hold()
+
+
+class _Replaced:
+    """Base of the classes in the place of Liger's."""
+
+    original: Any
+
+
+class _Functions(Change):
+    def make(self) -> None:
+        found = list(_classes_of_liger())
+        ours = {each: _in_place_of(each) for each in found if not issubclass(each, _Replaced)}
+        ours |= {each.original: each for each in found if issubclass(each, _Replaced)}
+        _replace(lambda each: ours.get(each, each))
+
+    def take_back(self) -> None:
+        _replace(lambda found: found.original if issubclass(found, _Replaced) else found)
+
+
+_replacement = _Functions()
+
+
+def _classes_of_liger() -> Iterator[Any]:
+    """Yield Liger's classes, those of another implementation that LIGER_KERNEL_IMPL chose, and ours in their place."""
+    for name, (file, _) in FUNCTIONS.items():
+        for module in ("liger_kernel.ops", f"liger_kernel.ops.{file}"):
+            needs = f"register needs Liger with {module}.{name}, such as 0.8.5. To mend it: pip install liger-kernel"
+            yield imported(module, name, needs)
+
+
+def _in_place_of(theirs: Any) -> type[_Replaced]:
+    name = theirs.__name__
+    function = FUNCTIONS[name][1]
+    expected = list(inspect.signature(function).parameters)
+    _, *found = inspect.signature(theirs.forward).parameters
+    if found != expected[: len(found)]:
+        raise RuntimeError(
+            f"{name}.apply: expected the arguments {', '.join(expected)}, got {', '.join(found)}"
+        )
+    return type(name, (_Replaced,), {"apply": staticmethod(function), "original": theirs})
+
+
+def _replace(by: Callable[[type], type]) -> None:
+    for module in list(sys.modules.values()):
+        for name in FUNCTIONS:
+            found = getattr(module, "__dict__", {}).get(name)
+            if isinstance(found, type) and (new := by(found)) is not found:
+                setattr(module, name, new)
