@@ -343,10 +343,10 @@ def register() -> Registration:
         with register():
             model(x).sum().backward()
 
-    Replaces `LigerRMSNormFunction` and `LigerFusedAddRMSNormFunction` by classes with the same `apply`, in each imported
-    module that has them under these names, Liger's and others'. Modules that import them from Liger later get the same,
-    and a further call reaches those that hold Liger's own. Modules of Liger's keep their class, weights and state dict,
-    built before or after. Registrations may be nested and end in any order; the last one to end puts Liger's back.
+    Replaces `LigerRMSNormFunction` and `LigerFusedAddRMSNormFunction` in each imported module that has them under these
+    names, Liger's and others', by classes with the same `apply`. Modules that import them from Liger later get ours too.
+    Norms that were built before keep their class, weights and state dict, and run here. Registrations may be nested and
+    end in any order; the last one to end puts Liger's back.
 
     Returns:
         A context manager with `undo()`.

@@ -64,8 +64,8 @@ class Registration:
 
 
 def imported(module: str, name: str, needs: str) -> Any:
-    """Import a module of another library, and return its attribute. Raise an ImportError with the text `needs` where the
-    library is missing, or has no such module or attribute. Errors inside the library's own imports stay."""
+    """Import a module of another library, and return its attribute. Raise an ImportError with the text `needs` where
+    the library is missing, or has no such module or attribute. Errors inside the library's own imports stay."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:

@@ -8,10 +8,14 @@ import copy
 import importlib
 import importlib.metadata
 import inspect
+import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from processes import run_script
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
@@ -19,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from tilegym_rmsnorm.integrations.huggingface import kernel_mapping, mapping
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import match_of
 from tilegym_rmsnorm.integrations.huggingface.mapping import Repository
 
 N = 32
@@ -145,3 +150,34 @@ def test_the_library_itself():
     for before, after in zip(original, model, strict=True):
         assert after.forward.__func__ is mapping.TileGymRMSNorm.forward
         assert torch.equal(after(x), before(x))
+
+
+def marked():
+    """Names of layers that the installed transformers asks for, the names of the classes, and the modules of these."""
+    root = Path(transformers.__file__).parent
+    for path in sorted(root.glob("models/*/modeling_*.py")):
+        found = re.findall(
+            r'@use_kernel_forward_from_hub\("(\w*RMSNorm\w*)"\)\s+class (\w+)', path.read_text()
+        )
+        yield from (
+            (layer, name, f"transformers.models.{path.parent.name}.{path.stem}") for layer, name in found
+        )
+
+
+def test_each_name_that_transformers_asks_for():
+    """Gated norms take a second tensor, and are left to their own kernels."""
+    names = {layer for layer, _, _ in marked()}
+    assert "RMSNorm" in names and names - set(mapping.LAYER_NAMES) <= {"RMSNormGated"}
+    models = [each for each in marked() if each[0] == "RMSNormZeroCentered"]
+    for _, name, module in models:
+        assert match_of(getattr(importlib.import_module(module), name)).offset == 1.0
+
+
+def test_transformers_calls_kernelize():
+    """`use_kernels=True` puts the mapping of transformers in effect, so that is where ours has to be."""
+    pytest.importorskip("kernels", reason="the library kernels is not installed")
+    done = run_script(Path(__file__).with_name("use_kernels.py"))
+    if done.returncode and done.stderr.startswith("this transformers"):
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["passed", "Llama", "passed", "Qwen3_5"]
