@@ -88,7 +88,7 @@ _modules() {
         ;;
       optional:test-integrations)
         printf 'accelerate cloudpickle dill kernels>=0.17 onnx onnxruntime onnxscript peft transformers>=4.57 '
-        [ "$(uname -s)" != Linux ] || printf 'megatron.core ' # wheels for CPython up to 3.13
+        [ "$(uname -s)" != Linux ] || printf 'liger_kernel megatron.core ' # megatron-core: wheels for CPython up to 3.13
         ;;
       optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;
       optional:docs) printf 'mkdocs material mkdocstrings_handlers.python black ' ;;

@@ -344,7 +344,7 @@ def register() -> Registration:
             model(x).sum().backward()
 
     Replaces `LigerRMSNormFunction` and `LigerFusedAddRMSNormFunction` in each imported module that has them under these
-    names, Liger's and others', by classes with the same `apply`. Modules that import them from Liger later get ours too.
+    names, Liger's and others', by classes with the same `apply`. Modules that import them later get the same.
     Norms that were built before keep their class, weights and state dict, and run here. Registrations may be nested and
     end in any order; the last one to end puts Liger's back.
 

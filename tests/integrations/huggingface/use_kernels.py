@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Models for which transformers calls `kernelize` itself, by `use_kernels=True`. test_kernel_mapping.py runs this file in
-a process of its own: transformers marks its norms while it is imported, where it takes the installed `kernels`."""
+"""Models for which transformers calls `kernelize` itself, by `use_kernels=True`. test_kernel_mapping.py runs this file
+in a process of its own: transformers marks its norms while it is imported, where it takes the installed `kernels`."""
 
 import copy
 import importlib.metadata

@@ -84,6 +84,9 @@ def kernel_mapping(device_type: str = "cuda") -> dict[str, Any]:
         with use_kernel_mapping(kernel_mapping()):
             kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)
 
+    For `use_kernels=True` of transformers, which registers a mapping of its own, put this one into that:
+    `get_kernel_mapping_transformers().update(kernel_mapping())`.
+
     The mapping serves every mode, training and torch.compile included, and the layer names `"RMSNorm"` and
     `"RMSNormZeroCentered"`. Norms with another layer name or none, such as Gemma's, are for `patch_model`, which needs
     no `kernels`.
