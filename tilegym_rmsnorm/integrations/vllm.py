@@ -22,7 +22,6 @@ OPS = "vllm.ir.ops"
 LAYERS = "vllm.model_executor.layers.layernorm"
 OUT_OF_TREE = "vllm.model_executor.custom_op"  # the module with vLLM's registry of classes, `op_registry_oot`
 OFFSETS = {"RMSNorm": 0.0, "GemmaRMSNorm": 1.0}
-NEEDS = "{} needs vLLM with {}, such as 0.33. To mend it: pip install vllm"
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
@@ -74,7 +73,8 @@ def register(provider: str = PROVIDER) -> Any:
     """
     if not isinstance(provider, str):
         raise TypeError(f"provider: expected a str, got {provider!r}")
-    op = imported(OPS, "rms_norm", NEEDS.format("register", f"{OPS}.rms_norm"))
+    needs = "register needs vLLM with vllm.ir.ops.rms_norm, such as 0.33. To mend it: pip install vllm"
+    op = imported(OPS, "rms_norm", needs)
     found = op.impls.get(provider)
     if found is not None and found.impl_fn is rms_norm:
         return found
@@ -135,25 +135,26 @@ _layers = _Layers()
 
 
 def _imported_for_layers(module: str, name: str) -> Any:
-    return imported(module, name, NEEDS.format("register_layers", f"{module}.{name}"))
+    needs = f"register_layers needs vLLM with {module}.{name}, such as 0.33. To mend it: pip install vllm"
+    return imported(module, name, needs)
 
 
 def _layer(theirs: Any, offset: float) -> type:
     """Return a subclass of vLLM's layer whose forwards on CUDA devices, and on platforms that are plugins, run here."""
-    envs = imported("vllm", "envs", NEEDS.format("register_layers", "vllm.envs"))
+    envs = _imported_for_layers("vllm", "envs")
 
     def computed(layer: Any, x: Tensor, residual: Tensor | None) -> Any:
         """Return None where vLLM's own forward has to run."""
         weight = layer.weight.data if getattr(layer, "has_weight", True) else None
-        # Gemma's weight is made float32 by the formula, whatever its dtype.
-        is_rounded = not offset and not supports_args(x, weight, layer.variance_epsilon)
-        is_whole = getattr(layer, "variance_size_override", None) is None
-        if envs.VLLM_BATCH_INVARIANT or not is_whole or is_rounded or x.dtype not in KERNEL_DTYPES:
+        part = getattr(layer, "variance_size_override", None)
+        # Gemma's formula makes the weight float32, whatever its dtype.
+        fits = part is None and (bool(offset) or supports_args(x, weight, layer.variance_epsilon))
+        if envs.VLLM_BATCH_INVARIANT or not fits or x.dtype not in KERNEL_DTYPES:
             return None
-        others = {} if residual is None else {"residual": residual, "residual_dtype": x.dtype}
+        others: dict[str, Any] = {} if residual is None else {"residual": residual, "residual_dtype": x.dtype}
         return functional.rms_norm(x, x.shape[-1:], weight, layer.variance_epsilon, offset=offset, **others)
 
-    class Layer(theirs):  # type: ignore[misc]
+    class Layer(theirs):
         def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
             found = computed(self, x, residual)
             return super().forward_cuda(x, residual) if found is None else found
