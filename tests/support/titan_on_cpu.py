@@ -7,19 +7,21 @@ for files that its wheel lacks; here are the smallest things that take their pla
 `train` builds torchtitan's own Trainer of a debug model, and trains a few steps on fixed tokens.
 """
 
-import dataclasses
 import importlib
 import importlib.util
 import os
 import sys
+import time
+from collections import Counter
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch._utils
 
 VOCABULARY, TOKENS = 2048, 32
+OURS = "tilegym_rmsnorm.integrations.torchtitan"  # the module
 
 
 class _Anything:
@@ -36,10 +38,13 @@ def _stand_in(library: str, **modules: tuple[str, ...]) -> None:
             vars(sys.modules[name]).update(dict.fromkeys(names, _Anything))
 
 
-if not torch.cuda.is_available():  # torchtitan asks once, while it is imported, and says "cuda" where there is nothing
+if (
+    not torch.cuda.is_available()
+):  # torchtitan asks once, while it is imported, and says "cuda" where there is nothing
     torch._utils._get_available_device_type = lambda: "cpu"
 _stand_in(
-    "datasets", **{"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)}
+    "datasets",
+    **{"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)},
 )
 _stand_in("tensorboard", **{"torch.utils.tensorboard": ("SummaryWriter",)})
 _stand_in("triton", **{"triton": (), "triton.language": ()})  # imported without a guard
@@ -47,7 +52,9 @@ _stand_in("triton", **{"triton": (), "triton.language": ()})  # imported without
 import torchtitan.components.metrics as metrics  # noqa: E402
 import torchtitan.distributed.fsdp as fsdp  # noqa: E402
 import torchtitan.distributed.utils as distributed  # noqa: E402
+import torchtitan.trainer  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
@@ -70,6 +77,9 @@ def _take_sums(model, before=fsdp.disable_fsdp_gradient_division):
             module.set_force_sum_reduction_for_comms(True)
 
 
+torchtitan.trainer.time = SimpleNamespace(
+    **{**vars(time), "sleep": lambda seconds: None}
+)  # 2 s behind the last step
 metrics.build_device_memory_monitor = _Monitor  # torch.cpu has no figures of memory
 distributed.set_pg_timeouts = lambda **_: None  # it wants torch.cpu.current_device() to be a number
 fsdp.disable_fsdp_gradient_division = _take_sums
@@ -124,6 +134,7 @@ def config_of(
     overrides: list[Any],
     *,
     tp: int = 1,
+    sp: bool = True,
     dtype: str = "bfloat16",
     compiled: bool = False,
     spmd: str = "partial_dtensor",
@@ -144,6 +155,7 @@ def config_of(
     c.validator.enable = c.checkpoint.enable = False
     c.debug.seed, c.debug.deterministic, c.debug.spmd_typechecking = 0, True, checks_types
     c.parallelism.tensor_parallel_degree, c.parallelism.spmd_backend = tp, spmd
+    c.parallelism.enable_sequence_parallel = sp
     c.parallelism.pipeline_parallel_schedule = "1F1B"
     if not recompute:
         c.activation_checkpoint = None
@@ -155,38 +167,38 @@ def config_of(
     return c
 
 
-@dataclasses.dataclass
-class Trained:
+class Trained(NamedTuple):
     losses: list[float]
     state: dict[str, torch.Tensor]  # after the last step
     grads: dict[str, torch.Tensor]  # of the last step
-    classes: dict[str, str]  # of each norm, attention and block
+    classes: Counter[str]  # how many modules are of a class of ours, by its name
 
 
-def train(config: Any, store: str) -> Trained:
-    """Train in this process, which is one of a group of gloo. store: a port."""
+def train(config: Any) -> Trained:
+    """Train in this process, as torchrun would start it."""
     losses: list[float] = []
     grads: dict[str, torch.Tensor] = {}
-    os.environ["MASTER_PORT"] = store
     metrics.MetricsProcessor.log = lambda self, step, loss, *args, **options: losses.append(float(loss))
     trainer = config.build()
-    model = trainer.model_parts[0]
+    (model,) = trainer.model_parts
+    step = trainer.optimizers.step
+
+    def keep_grads(*args, **options):
+        grads.update((name, _whole(parameter.grad)) for name, parameter in model.named_parameters())
+        step(*args, **options)
+
+    trainer.optimizers.step = keep_grads
     try:
-        for parameter_name, parameter in model.named_parameters():
-
-            def keep(parameter, name=parameter_name):
-                grads[name] = _whole(parameter.grad)
-
-            parameter.register_post_accumulate_grad_hook(keep)
         trainer.train()
         state = {name: _whole(value) for name, value in model.state_dict().items()}
-        classes = {name: type(each).__module__ + "." + type(each).__qualname__ for name, each in model.named_modules()}
+        # FSDP2 gives a module a subclass.
+        of_each = ([c.__name__ for c in type(m).__mro__ if c.__module__ == OURS] for m in model.modules())
+        classes = Counter(names[0] for names in of_each if names)
     finally:
         trainer.close()
         torch.distributed.destroy_process_group()
-        torch._dynamo.reset()
     return Trained(losses, state, grads, classes)
 
 
-def _whole(value: Any) -> Any:
-    return value.full_tensor().clone() if hasattr(value, "full_tensor") else value.detach().clone()
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()

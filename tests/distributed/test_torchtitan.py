@@ -1,0 +1,69 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""torchtitan's own Trainer with our overrides, on CPUs: against its norms. torchtitan_training.py runs it."""
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_once
+from torch.torch_version import TorchVersion
+from torchtitan_training import OVERRIDES, RUNS, SPMD_RUNS
+
+FOLDER = Path(__file__).parent
+RELEASE = TorchVersion(torch.__version__)
+if importlib.util.find_spec("torchtitan") is None:
+    pytest.skip("torchtitan is not installed", allow_module_level=True)
+if RELEASE < "2.12":
+    pytest.skip("torchtitan 0.3 needs PyTorch 2.12", allow_module_level=True)
+
+NAMES = [*RUNS, *(SPMD_RUNS if RELEASE >= "2.14" else ())]
+
+
+def cases() -> list[str]:
+    """By the source: to import it here would change what PyTorch says of this machine."""
+    tree = ast.parse((FOLDER / "torchtitan_cases.py").read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [each.name for each in functions if not each.args.args and not each.name.startswith("_")]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    script = FOLDER / "torchtitan_training.py"
+    return run_once(tmp_path_factory, script, *NAMES, *cases(), CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_trains_as_with_its_own_norms(name, override, done):
+    lines = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    results = {(each["run"], each["override"]): each for each in map(json.loads, lines)}
+    assert (name, override) in results, done.stderr[-4000:]
+    result = results[name, override]
+
+    model, options = (RUNS | SPMD_RUNS)[name][1:]
+    layers = options.get("n_layers", 2)
+    of_layer = 4 if model == "qwen3" else 2
+    expected = {"RMSNorm": of_layer * layers + 1}
+    if override == "layers":
+        expected = {"RMSNorm": (of_layer - 1) * layers + 1, "RMSNormOfSum": layers}
+        expected |= {"Qwen3TransformerBlock": layers, "Attention": layers} if model == "qwen3" else {}
+        expected |= {"Llama3TransformerBlock": layers} if model == "llama3" else {}
+    assert result["classes"] == expected
+    assert result["same state dict"]
+
+    is_wide = options.get("dtype") == "float32"
+    limit = 3e-7 if is_wide else 3e-4 if options.get("compiled") else 1e-4
+    theirs, ours = result["losses"]
+    assert len(theirs) == 3 and ours == pytest.approx(theirs, rel=limit)
+    apart, weight = result["apart"]  # of a gradient, by its norm
+    assert apart < (2e-5 if is_wide else 5e-2), weight
+
+
+@pytest.mark.parametrize("case", cases())
+def test_overrides(case, done):
+    assert f"passed {case} " in done.stdout, done.stderr[-4000:]
