@@ -87,7 +87,7 @@ _modules() {
         [ "$(uname -s)" != Linux ] || printf 'cuobjdump '
         ;;
       optional:test-integrations)
-        printf 'accelerate cloudpickle dill kernels>=0.17 onnx onnxruntime onnxscript peft transformers>=4.57 '
+        printf 'accelerate cloudpickle dill kernels>=0.17 onnx onnxruntime onnxscript peft torchtitan transformers>=4.57 '
         [ "$(uname -s)" != Linux ] || printf 'liger_kernel megatron.core ' # megatron-core: wheels for CPython up to 3.13
         ;;
       optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;
@@ -184,7 +184,16 @@ _install() {
   nvidia-smi -L >/dev/null 2>&1 || constraints=(-c "$ROOT/constraints.txt")
   echo "installing $(_target "$@") into $ROOT/.venv, which takes minutes" >&2
   [ -x "$ROOT/.venv/bin/python" ] || "$base" -m venv "$ROOT/.venv" >&2 || return 1
-  "$ROOT/.venv/bin/python" -m pip install -qq --no-compile ${constraints[@]+"${constraints[@]}"} -e "$(_target "$@")" >&2
+  "$ROOT/.venv/bin/python" -m pip install -qq --no-compile ${constraints[@]+"${constraints[@]}"} -e "$(_target "$@")" >&2 &&
+    install_alone "$ROOT/.venv/bin/python" "$@"
+}
+
+# Behind pip's installation of these extras: libraries to test with whose requirements are heavy, and not needed there.
+install_alone() {
+  local python=$1
+  shift
+  [[ " $* " != *" test-integrations "* ]] ||
+    "$python" -m pip install -qq --no-compile --no-deps -r "$ROOT/tests/alone.txt" >&2
 }
 
 # What pip is asked for: the checkout with the extras.

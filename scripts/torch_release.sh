@@ -42,5 +42,6 @@ if [ -n "$(_missing "$folder/bin/python" $needed)" ]; then
     printf '%s\n' "torch==$release" "triton==$triton" "numpy<2.4"
   } >"$folder/constraints.txt"
   "$folder/bin/python" -m pip install -qq --no-compile -c "$folder/constraints.txt" -e "$(_target "${extras[@]}")"
+  install_alone "$folder/bin/python" "${extras[@]}"
 fi
 PYTHON=$folder/bin/python CUDA_VISIBLE_DEVICES='' exec tests/run.sh "$@"

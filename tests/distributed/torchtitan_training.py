@@ -10,10 +10,7 @@ apart. Then it runs cases of torchtitan_cases.py.
 """
 
 import json
-import os
-import socket
 import sys
-import tempfile
 import traceback
 from typing import Any
 
@@ -43,58 +40,26 @@ SPMD_RUNS: dict[str, Run] = {
 }
 
 
-def train(rank: int, name: str, overrides: list[str], port: int, path: str) -> None:
+def train(name: str, overrides: list[str]) -> Any:
     import titan_on_cpu
 
-    world, model, options = (RUNS | SPMD_RUNS)[name]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    trained = titan_on_cpu.train(titan_on_cpu.config_of(model, overrides, **options))
-    if rank == 0:
-        torch.save(tuple(trained), path)
-
-
-def in_processes(name: str, overrides: list[str]) -> Any:
-    """Train in processes of their own: DTensor keeps meshes of a process group that has ended, and takes them for those
-    of the next. They are forked, so that torchtitan is imported once."""
-    import titan_on_cpu
-
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        path = os.path.join(folder, "trained")
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        given, world = (name, overrides, port, path), (RUNS | SPMD_RUNS)[name][0]
-        torch.multiprocessing.start_processes(train, given, nprocs=world, start_method="fork")
-        return titan_on_cpu.Trained(*torch.load(path, weights_only=False))
-
-
-def report(name: str, override: str, theirs: Any, ours: Any) -> dict[str, Any]:
-    apart = {key: float((ours.grads[key] - grad).norm() / grad.norm()) for key, grad in theirs.grads.items()}
-    states = [
-        {key: (value.dtype, value.shape) for key, value in each.state.items()} for each in (theirs, ours)
-    ]
-    return {
-        "run": name,
-        "override": override,
-        "losses": [theirs.losses, ours.losses],
-        "apart": max((value, key) for key, value in apart.items()),
-        "same state dict": list(states[0].items()) == list(states[1].items()),
-        "classes": ours.classes,
-    }
+    model, options = (RUNS | SPMD_RUNS)[name][1:]
+    return titan_on_cpu.train(titan_on_cpu.config_of(model, overrides, **options))
 
 
 def main(names: list[str]) -> None:
     import titan_on_cpu
+    from titan_imports import in_processes, report
 
     if any("compiled" in name for name in names):
         torch.compile(torch.sin)(torch.ones(1))  # before processes are forked, with all that it imports
     for name in RUNS | SPMD_RUNS:
         if name not in names:
             continue
-        theirs = in_processes(name, [])
+        world = (RUNS | SPMD_RUNS)[name][0]
+        theirs = in_processes(world, train, name, [])
         for override in OVERRIDES:
-            ours = in_processes(name, [f"{titan_on_cpu.OURS}.{override}"])
+            ours = in_processes(world, train, name, [f"{titan_on_cpu.OURS}.{override}"])
             print("\n" + json.dumps(report(name, override, theirs, ours)), flush=True)
     import torchtitan_cases  # last: a process that ran a backward may not be forked
 

@@ -1,73 +1,33 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""torchtitan 0.3.0 on CPUs: to be imported before it. Its trainer asks for a GPU, for libraries of data and of logs, and
-for files that its wheel lacks; here are the smallest things that take their places.
+"""torchtitan 0.3.0 on CPUs: to be imported before it. Its trainer asks for a GPU, for libraries of data and of logs,
+and for files that its wheel lacks; here are the smallest things that take their places.
 
 `train` builds torchtitan's own Trainer of a debug model, and trains a few steps on fixed tokens.
 """
 
 import importlib
-import importlib.util
 import os
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-import torch._utils
+from titan_imports import TOKENS, VOCABULARY, Monitor, Trained, batches, whole
 
-VOCABULARY, TOKENS = 2048, 32
+import torchtitan.components.metrics as metrics
+import torchtitan.distributed.fsdp as fsdp
+import torchtitan.distributed.utils as distributed
+import torchtitan.trainer
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
 OURS = "tilegym_rmsnorm.integrations.torchtitan"  # the module
-
-
-class _Anything:
-    """A name of a library that is not installed: it can be imported, and subscripted in annotations."""
-
-    def __class_getitem__(cls, item):
-        return cls
-
-
-def _stand_in(library: str, **modules: tuple[str, ...]) -> None:
-    if importlib.util.find_spec(library) is None:
-        for name, names in modules.items():
-            sys.modules[name] = ModuleType(name)
-            vars(sys.modules[name]).update(dict.fromkeys(names, _Anything))
-
-
-if (
-    not torch.cuda.is_available()
-):  # torchtitan asks once, while it is imported, and says "cuda" where there is nothing
-    torch._utils._get_available_device_type = lambda: "cpu"
-_stand_in(
-    "datasets",
-    **{"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)},
-)
-_stand_in("tensorboard", **{"torch.utils.tensorboard": ("SummaryWriter",)})
-_stand_in("triton", **{"triton": (), "triton.language": ()})  # imported without a guard
-
-import torchtitan.components.metrics as metrics  # noqa: E402
-import torchtitan.distributed.fsdp as fsdp  # noqa: E402
-import torchtitan.distributed.utils as distributed  # noqa: E402
-import torchtitan.trainer  # noqa: E402
-from torch.distributed.fsdp import FSDPModule  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
-
-
-class _Monitor:
-    device_name, device_capacity_gib = "CPU", 1.0
-
-    def get_peak_stats(self):
-        return metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
-
-    def reset_peak_stats(self):
-        pass
 
 
 def _take_sums(model, before=fsdp.disable_fsdp_gradient_division):
@@ -80,7 +40,7 @@ def _take_sums(model, before=fsdp.disable_fsdp_gradient_division):
 torchtitan.trainer.time = SimpleNamespace(
     **{**vars(time), "sleep": lambda seconds: None}
 )  # 2 s behind the last step
-metrics.build_device_memory_monitor = _Monitor  # torch.cpu has no figures of memory
+metrics.build_device_memory_monitor = Monitor
 distributed.set_pg_timeouts = lambda **_: None  # it wants torch.cpu.current_device() to be a number
 fsdp.disable_fsdp_gradient_division = _take_sums
 
@@ -111,16 +71,13 @@ class _Fixed(BaseDataLoader):
         pass
 
     def __init__(self, config, *, dp_world_size, dp_rank, tokenizer, seq_len, local_batch_size, **_):
-        self.rows = slice(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
-        self.shape = dp_world_size * local_batch_size, seq_len + 1
+        rows = slice(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
+        self.batches = batches((dp_world_size * local_batch_size, seq_len + 1), rows)
         self.positions = torch.arange(seq_len).repeat(local_batch_size, 1)
 
     def __iter__(self):
-        generator = torch.Generator().manual_seed(5)
-        while True:
-            tokens = torch.randint(0, VOCABULARY, self.shape, generator=generator)[self.rows]
-            given = {"input": tokens[:, :-1].contiguous(), "positions": self.positions}
-            yield given, tokens[:, 1:].contiguous()
+        for tokens, labels in self.batches:
+            yield {"input": tokens, "positions": self.positions}, labels
 
     def state_dict(self):
         return {}
@@ -167,13 +124,6 @@ def config_of(
     return c
 
 
-class Trained(NamedTuple):
-    losses: list[float]
-    state: dict[str, torch.Tensor]  # after the last step
-    grads: dict[str, torch.Tensor]  # of the last step
-    classes: Counter[str]  # how many modules are of a class of ours, by its name
-
-
 def train(config: Any) -> Trained:
     """Train in this process, as torchrun would start it."""
     losses: list[float] = []
@@ -184,13 +134,13 @@ def train(config: Any) -> Trained:
     step = trainer.optimizers.step
 
     def keep_grads(*args, **options):
-        grads.update((name, _whole(parameter.grad)) for name, parameter in model.named_parameters())
+        grads.update((name, whole(parameter.grad)) for name, parameter in model.named_parameters())
         step(*args, **options)
 
     trainer.optimizers.step = keep_grads
     try:
         trainer.train()
-        state = {name: _whole(value) for name, value in model.state_dict().items()}
+        state = {name: whole(value) for name, value in model.state_dict().items()}
         # FSDP2 gives a module a subclass.
         of_each = ([c.__name__ for c in type(m).__mro__ if c.__module__ == OURS] for m in model.modules())
         classes = Counter(names[0] for names in of_each if names)
@@ -198,7 +148,3 @@ def train(config: Any) -> Trained:
         trainer.close()
         torch.distributed.destroy_process_group()
     return Trained(losses, state, grads, classes)
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()

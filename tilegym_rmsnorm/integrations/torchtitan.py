@@ -21,7 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.config import derive, override
+
+try:
+    from torchtitan.config import derive, override
+except ImportError as error:
+    raise ImportError(
+        "expected torchtitan 0.3 or later, which has overrides; for 0.2 there is "
+        "tilegym_rmsnorm.integrations.torchtitan_converter"
+    ) from error
+
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.nn_modules import RMSNorm as TitanRMSNorm
