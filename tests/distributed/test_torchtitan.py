@@ -12,7 +12,7 @@ import pytest
 import torch
 from processes import run_once
 from torch.torch_version import TorchVersion
-from torchtitan_training import OVERRIDES, RUNS, SPMD_RUNS
+from torchtitan_training import GRAPHS, OVERRIDES, PIPELINES, RUNS, SPMD_RUNS
 
 FOLDER = Path(__file__).parent
 RELEASE = TorchVersion(torch.__version__)
@@ -34,17 +34,20 @@ def cases() -> list[str]:
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     script = FOLDER / "torchtitan_training.py"
-    return run_once(tmp_path_factory, script, *NAMES, *cases(), CUDA_VISIBLE_DEVICES="")
+    return run_once(tmp_path_factory, script, *NAMES, GRAPHS, *cases(), CUDA_VISIBLE_DEVICES="")
+
+
+def result_of(done, name, override):
+    lines = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    results = {(each["run"], each["override"]): each for each in map(json.loads, lines)}
+    assert (name, override) in results, done.stderr[-4000:]
+    return results[name, override]
 
 
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains_as_with_its_own_norms(name, override, done):
-    lines = (line for line in done.stdout.splitlines() if line.startswith("{"))
-    results = {(each["run"], each["override"]): each for each in map(json.loads, lines)}
-    assert (name, override) in results, done.stderr[-4000:]
-    result = results[name, override]
-
+    result = result_of(done, name, override)
     model, options = (RUNS | SPMD_RUNS)[name][1:]
     layers = options.get("n_layers", 2)
     of_layer = 4 if model == "qwen3" else 2
@@ -62,6 +65,19 @@ def test_it_trains_as_with_its_own_norms(name, override, done):
     assert len(theirs) == 3 and ours == pytest.approx(theirs, rel=limit)
     apart, weight = result["apart"]  # of a gradient, by its norm
     assert apart < (2e-5 if is_wide else 5e-2), weight
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_graph_trainer(pipeline, done):
+    """A layer: two norms in it and one behind it, each forward and backward, with getitem nodes where marked."""
+    result = result_of(done, GRAPHS, pipeline)
+    if pipeline == "tilegym_rmsnorm_replace":
+        assert result["classes"] == {"replace_rmsnorm_pass": 6}
+    else:
+        assert result["classes"] == {"annotate_rmsnorm_for_regional_inductor_pass": 6 * 3}
+    theirs, ours = result["losses"]
+    assert len(theirs) == 3 and ours == pytest.approx(theirs, rel=3e-7)
+    assert result["apart"][0] < 2e-5 and result["same state dict"]
 
 
 @pytest.mark.parametrize("case", cases())

@@ -7,16 +7,19 @@ torchtitan_training.py runs them, since titan_on_cpu changes more than a test ma
 import dataclasses
 import importlib
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import titan_on_cpu
 import torch
 import torchtitan.models.muse_glimmer.model as muse
 from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
+from torchtitan.experiments.graph_trainer.registry import PASS_PIPELINE_REGISTRY
 from torchtitan.models.common.attention import GQAttention, ScaledDotProductAttention
 from torchtitan.models.common.nn_modules import RMSNorm as TitanRMSNorm
 
 from tilegym_rmsnorm.integrations import torchtitan as ours
+from tilegym_rmsnorm.integrations import torchtitan_graphs as graphs
 
 RMS_NORM, LAYERS = f"{ours.__name__}.rms_norm", f"{ours.__name__}.layers"
 
@@ -188,3 +191,31 @@ def another_release_is_refused():
             _overridden("qwen3", LAYERS)
         _overridden("qwen3", RMS_NORM)
     assert titan_on_cpu.OURS == ours.__name__
+
+
+def passes_stand_at_their_places():
+    registry = importlib.import_module("torchtitan.experiments.graph_trainer.llama3.config_registry")
+    config = registry.graph_trainer_llama3_debugmodel()
+    traced = SimpleNamespace(num_static_inputs=0, tensor_input_indices=[], state_fqns=[])
+
+    def names(pipeline):
+        return [graphs._name(each) for each in PASS_PIPELINE_REGISTRY[pipeline](traced, config)]
+
+    default = [graphs._name(each) for each in graphs.theirs.construct_default_graph_passes(traced, config)]
+    replaced, regional = (f"tilegym_rmsnorm_{name}" for name in ("replace", "regional"))
+    config.compile.numerics_changing_optim = True
+    marks = "annotate_rmsnorm_for_regional_inductor_pass"
+    first, then = "annotate_flex_attention_for_regional_inductor_pass", "regional_inductor_pass"
+    assert [each for each in names(regional) if each != marks] == default
+    assert names(regional).count(marks) == 1 and names(regional)[names(regional).index(marks) + 1] == then
+    (ours_,) = (each for each in graphs.regional_pipeline(traced, config) if graphs._name(each) == marks)
+    assert ours_ is graphs.fx.annotate_rmsnorm_for_regional_inductor_pass
+    config.compile.numerics_changing_optim = False
+    assert [each for each in names(replaced) if each != "replace_rmsnorm_pass"] == default
+    assert names(replaced)[names(replaced).index("replace_rmsnorm_pass") + 1] == first
+
+    config.compile.inductor_compilation = "full"
+    following = names(replaced)[names(replaced).index("replace_rmsnorm_pass") + 1]
+    assert following == "full_inductor_compilation_pass"
+    with pytest.raises(ValueError, match=f"expected {then} among torchtitan's passes, got .*full_inductor"):
+        names(regional)

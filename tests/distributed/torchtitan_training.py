@@ -9,7 +9,10 @@ Prints a line of JSON for each override of each run: its losses, those without o
 apart. Then it runs cases of torchtitan_cases.py.
 """
 
+import contextlib
+import functools
 import json
+import os
 import sys
 import traceback
 from typing import Any
@@ -17,6 +20,8 @@ from typing import Any
 import torch
 
 OVERRIDES = "rms_norm", "layers"
+GRAPHS = "graph trainer"
+PIPELINES = "tilegym_rmsnorm_replace", "tilegym_rmsnorm_regional"
 Run = tuple[int, str, dict[str, Any]]  # processes, model, options of config_of
 FP32, TP = {"dtype": "float32"}, {"tp": 2}
 RUNS: dict[str, Run] = {
@@ -47,6 +52,39 @@ def train(name: str, overrides: list[str]) -> Any:
     return titan_on_cpu.train(titan_on_cpu.config_of(model, overrides, **options))
 
 
+def train_graphs(pipeline: str) -> Any:
+    """On a GPU norms are traced as aten's fused ops; here they are where these are overridden. Trained.classes: how many
+    nodes the passes found."""
+    import titan_on_cpu
+
+    from tilegym_rmsnorm import use_backend
+    from tilegym_rmsnorm.integrations import fx, override_aten, torchtitan_graphs  # noqa: F401  it registers
+
+    os.environ["TILEGYM_RMSNORM_INTERPRET"] = "1"
+    found = {}
+
+    def watch(name):
+        before = getattr(fx, name)
+
+        @functools.wraps(before)
+        def watched(gm, example_inputs=None):
+            gm = before(gm, example_inputs)
+            marks = ("compile_with_inductor" in node.meta.get("custom", {}) for node in gm.graph.nodes)
+            found[name] = gm.meta.get(fx.REPLACED, sum(marks))
+            return gm
+
+        setattr(fx, name, watched)
+
+    with contextlib.ExitStack() as stack:
+        if pipeline != "default":
+            watch("replace_rmsnorm_pass")
+            watch("annotate_rmsnorm_for_regional_inductor_pass")
+            stack.enter_context(override_aten("cpu"))
+            stack.enter_context(use_backend("cutile"))
+        config = titan_on_cpu.config_of("llama3", [], dtype="float32", n_layers=1, pipeline=pipeline)
+        return titan_on_cpu.train(config)._replace(classes=found)
+
+
 def main(names: list[str]) -> None:
     import titan_on_cpu
     from titan_imports import in_processes, report
@@ -61,6 +99,11 @@ def main(names: list[str]) -> None:
         for override in OVERRIDES:
             ours = in_processes(world, train, name, [f"{titan_on_cpu.OURS}.{override}"])
             print("\n" + json.dumps(report(name, override, theirs, ours)), flush=True)
+    if GRAPHS in names:
+        theirs = in_processes(1, train_graphs, "default")
+        for pipeline in PIPELINES:
+            ours = in_processes(1, train_graphs, pipeline)
+            print("\n" + json.dumps(report(GRAPHS, pipeline, theirs, ours)), flush=True)
     import torchtitan_cases  # last: a process that ran a backward may not be forked
 
     for name in names:

@@ -23,6 +23,7 @@ import torchtitan.distributed.fsdp as fsdp
 import torchtitan.distributed.utils as distributed
 import torchtitan.trainer
 from torch.distributed.fsdp import FSDPModule
+from torch.utils import _runtime_estimation
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
@@ -98,15 +99,26 @@ def config_of(
     checks_types: bool = False,
     recompute: bool = False,
     n_layers: int = 2,
-    steps: int = 3,
+    pipeline: str = "",
+    inductor: str = "regional",
 ) -> Any:
-    """torchtitan's configuration of a debug model, cut to a few layers, for this process and its WORLD_SIZE."""
-    registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
-    c = getattr(registry, f"{model}_debugmodel")()
+    """torchtitan's configuration of a debug model, cut to a few layers, for this process and its WORLD_SIZE. pipeline:
+    the passes of its graph trainer, which then trains."""
+    if pipeline:
+        registry = importlib.import_module(f"torchtitan.experiments.graph_trainer.{model}.config_registry")
+        c = getattr(registry, f"graph_trainer_{model}_debugmodel_sdpa_cross_entropy_loss")()
+        c.compile.pass_pipeline, c.compile.inductor_compilation = pipeline, inductor
+        # It refuses to recompute attention of CPUs, which might draw random numbers.
+        c.compile.disable_passes = ["cudagraph_pass", "selective_activation_remat_pass"]
+        for name in ("get_device_tflops", "get_gpu_dram_gbps"):  # of which Triton asks a GPU
+            setattr(_runtime_estimation, name, lambda *_: 100)
+    else:
+        registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
+        c = getattr(registry, f"{model}_debugmodel")()
     c.model_spec.model.layers = c.model_spec.model.layers[:n_layers]
     c.tokenizer, c.dataloader = _NoTokenizer.Config(), _Fixed.Config()
     copies = int(os.environ["WORLD_SIZE"]) // tp
-    c.training.local_batch_size, c.training.seq_len, c.training.steps = 4 // copies, TOKENS, steps
+    c.training.local_batch_size, c.training.seq_len, c.training.steps = 4 // copies, TOKENS, 3
     c.training.disable_cuda_graphs = True
     c.training.mixed_precision_param = dtype
     c.validator.enable = c.checkpoint.enable = False
