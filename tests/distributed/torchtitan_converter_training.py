@@ -88,9 +88,8 @@ class _Fixed:
 
 
 def main() -> None:
-    from titan_imports import in_processes, report
-
     import torchtitan.train  # noqa: F401  before processes are forked
+    from titan_imports import in_processes, report
 
     torch.compile(torch.sin)(torch.ones(1))
     for name, (world, model, arguments) in RUNS.items():

@@ -5,6 +5,7 @@
 
 from pathlib import Path
 
+import first_capture
 import first_use
 import first_use_rope
 import pytest
@@ -40,3 +41,8 @@ def test_first_use(surrounding, variant, columns, backend, run_anew):
 @pytest.mark.parametrize("surrounding", first_use_rope.SURROUNDINGS)
 def test_first_use_of_rope(surrounding, form, backend, run_anew):
     run_anew("first_use_rope.py", surrounding, form, backend)
+
+
+@pytest.mark.parametrize("kind", first_capture.KINDS)
+def test_capture_after_one_step(kind, backend, run_anew):
+    run_anew("first_capture.py", kind, backend)

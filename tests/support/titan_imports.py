@@ -32,10 +32,13 @@ def _stand_in(library: str, **modules: tuple[str, ...]) -> None:
             vars(sys.modules[name]).update(dict.fromkeys(names, _Anything))
 
 
-if not torch.cuda.is_available():  # torchtitan asks once, while it is imported, and says "cuda" where there is nothing
+if (
+    not torch.cuda.is_available()
+):  # torchtitan asks once, while it is imported, and says "cuda" where there is nothing
     torch._utils._get_available_device_type = lambda: "cpu"
 _stand_in(
-    "datasets", **{"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)}
+    "datasets",
+    **{"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)},
 )
 _stand_in("tensorboard", **{"torch.utils.tensorboard": ("SummaryWriter",)})
 _stand_in("triton", **{"triton": (), "triton.language": ()})  # imported without a guard
@@ -76,7 +79,9 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
 
 
-def _train(rank: int, train: Callable[..., Trained], given: tuple[Any, ...], world: int, port: int, path: str) -> None:
+def _train(
+    rank: int, train: Callable[..., Trained], given: tuple[Any, ...], world: int, port: int, path: str
+) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     trained = train(*given)
@@ -100,7 +105,9 @@ def in_processes(world: int, train: Callable[..., Trained], *given: Any) -> Trai
 def report(run: str, override: str, theirs: Trained, ours: Trained) -> dict[str, Any]:
     """For JSON: both losses, and how far the gradients of the last step are apart."""
     apart = {key: float((ours.grads[key] - grad).norm() / grad.norm()) for key, grad in theirs.grads.items()}
-    states = [{key: (value.dtype, value.shape) for key, value in each.state.items()} for each in (theirs, ours)]
+    states = [
+        {key: (value.dtype, value.shape) for key, value in each.state.items()} for each in (theirs, ours)
+    ]
     return {
         "run": run,
         "override": override,

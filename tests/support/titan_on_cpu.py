@@ -16,12 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from titan_imports import TOKENS, VOCABULARY, Monitor, Trained, batches, whole
-
 import torchtitan.components.metrics as metrics
 import torchtitan.distributed.fsdp as fsdp
 import torchtitan.distributed.utils as distributed
 import torchtitan.trainer
+from titan_imports import TOKENS, VOCABULARY, Monitor, Trained, batches, whole
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _runtime_estimation
 from torchtitan.components.dataloader import BaseDataLoader

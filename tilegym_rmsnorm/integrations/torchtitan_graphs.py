@@ -48,7 +48,9 @@ def _with(passes: Passes, new: Callable[..., Any], names: tuple[str, ...]) -> Pa
     places = [number for number, each in enumerate(passes) if _name(each) in names]
     if not places:
         found = ", ".join(map(_name, passes))
-        raise ValueError(f"{new.__name__}: expected {' or '.join(names)} among torchtitan's passes, got {found}")
+        raise ValueError(
+            f"{new.__name__}: expected {' or '.join(names)} among torchtitan's passes, got {found}"
+        )
     return [*passes[: places[0]], new, *passes[places[0] :]]
 
 
