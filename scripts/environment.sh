@@ -188,12 +188,15 @@ _install() {
     install_alone "$ROOT/.venv/bin/python" "$@"
 }
 
-# Behind pip's installation of these extras: libraries to test with whose requirements are heavy, and not needed there.
+# Behind pip's installation of these extras: libraries to test with whose requirements are heavy, and not needed there;
+# and in a folder of its own, for tests that add it to sys.path, an older release of one.
 install_alone() {
-  local python=$1
+  local python=$1 prefix
   shift
-  [[ " $* " != *" test-integrations "* ]] ||
-    "$python" -m pip install -qq --no-compile --no-deps -r "$ROOT/tests/alone.txt" >&2
+  [[ " $* " == *" test-integrations "* ]] || return 0
+  prefix=$("$python" -c 'import sys; print(sys.prefix)')
+  "$python" -m pip install -qq --no-compile --no-deps -r "$ROOT/tests/alone.txt" >&2 &&
+    "$python" -m pip install -qq --no-compile --no-deps --upgrade --target "$prefix/torchtitan-0.2.2" torchtitan==0.2.2 >&2
 }
 
 # What pip is asked for: the checkout with the extras.

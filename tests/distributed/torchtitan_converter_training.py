@@ -4,21 +4,24 @@
 """The Trainer of torchtitan 0.2.2 on CPUs, with its norms and with our converter: what test_torchtitan_converter.py
 starts.
 
-python tests/distributed/torchtitan_converter_training.py        prints a line of JSON for each run
+python tests/distributed/torchtitan_converter_training.py [FOLDER]     with the torchtitan of FOLDER
+
+Prints a line of JSON for each run.
 """
 
 import json
+import sys
 import time
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from tilegym_rmsnorm.integrations import unpatch_model
+
 OURS = "--experimental.custom_import", "tilegym_rmsnorm.integrations.torchtitan_converter"
 RUNS: dict[str, tuple[int, str, list[str]]] = {  # processes, model, arguments
-    "one process": (1, "qwen3", []),
-    "compiled": (1, "llama3", ["--compile.enable", "--compile.components", "model"]),
+    "compiled": (1, "qwen3", ["--compile.enable", "--compile.components", "model"]),
     "FSDP2": (2, "llama3", []),
     "TP and SP": (2, "llama3", ["--parallelism.tensor_parallel_degree", "2"]),
 }
@@ -63,10 +66,11 @@ def train(model: str, arguments: list[str]) -> Any:
     trainer.optimizers.step = keep_grads
     trainer.train()
     state = {name: titan_imports.whole(value) for name, value in module.state_dict().items()}
-    patched = (type(each).__name__ for each in module.modules() if "tilegym_rmsnorm" in type(each).__module__)
+    undone = unpatch_model(module)
+    kinds = {"restored": len(undone.restored), "declined": [each.name for each in undone.declined]}
     trainer.close()
     torch.distributed.destroy_process_group()
-    return titan_imports.Trained(losses, state, grads, dict(Counter(patched)))
+    return titan_imports.Trained(losses, state, grads, kinds)
 
 
 class _Fixed:
@@ -87,9 +91,12 @@ class _Fixed:
         pass
 
 
-def main() -> None:
-    import torchtitan.train  # noqa: F401  before processes are forked
+def main(folder: str | None = None) -> None:
+    sys.path[:0] = [folder] if folder else []
     from titan_imports import in_processes, report
+
+    # isort: split
+    import torchtitan.train  # noqa: F401  before processes are forked
 
     torch.compile(torch.sin)(torch.ones(1))
     for name, (world, model, arguments) in RUNS.items():
@@ -99,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

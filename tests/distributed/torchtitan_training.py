@@ -53,8 +53,8 @@ def train(name: str, overrides: list[str]) -> Any:
 
 
 def train_graphs(pipeline: str) -> Any:
-    """On a GPU norms are traced as aten's fused ops; here they are where these are overridden. Trained.classes: how many
-    nodes the passes found."""
+    """On a GPU norms are traced as aten's fused ops; here they are where these are overridden. Trained.classes: how
+    many nodes the passes found."""
     import titan_on_cpu
 
     from tilegym_rmsnorm import use_backend

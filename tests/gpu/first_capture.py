@@ -79,7 +79,7 @@ class Model(nn.Module):
 
 
 def train(model: Model, batches: list[Tensor], call: Callable[..., Tensor]) -> list[tuple[Tensor, ...]]:
-    """A step for each batch by `call`, which gets what is to run and its inputs. Returns each one's loss and gradients."""
+    """Loss and gradients of a step for each batch, made by `call`, which gets what is to run and its inputs."""
 
     def forward_backward(x: Tensor, positions: Tensor) -> Tensor:
         loss = model(x, positions)

@@ -90,8 +90,8 @@ def _train(
 
 
 def in_processes(world: int, train: Callable[..., Trained], *given: Any) -> Trained:
-    """Call train in as many processes as torchrun starts them. They are forked, so that torchtitan is imported once; and
-    each training has its own, since DTensor takes meshes of a process group that ended for those of the next."""
+    """Call train in as many processes as torchrun starts them. They are forked, so that torchtitan is imported once;
+    and each training has its own, since DTensor takes meshes of a process group that ended for those of the next."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         path = os.path.join(folder, "trained")
         free.bind(("127.0.0.1", 0))

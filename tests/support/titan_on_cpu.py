@@ -16,11 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from titan_imports import TOKENS, VOCABULARY, Monitor, Trained, batches, whole
+
+# isort: split
 import torchtitan.components.metrics as metrics
 import torchtitan.distributed.fsdp as fsdp
 import torchtitan.distributed.utils as distributed
 import torchtitan.trainer
-from titan_imports import TOKENS, VOCABULARY, Monitor, Trained, batches, whole
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _runtime_estimation
 from torchtitan.components.dataloader import BaseDataLoader
@@ -37,9 +39,8 @@ def _take_sums(model, before=fsdp.disable_fsdp_gradient_division):
             module.set_force_sum_reduction_for_comms(True)
 
 
-torchtitan.trainer.time = SimpleNamespace(
-    **{**vars(time), "sleep": lambda seconds: None}
-)  # 2 s behind the last step
+# Behind the last step it sleeps for 2 s.
+torchtitan.trainer.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
 metrics.build_device_memory_monitor = Monitor
 distributed.set_pg_timeouts = lambda **_: None  # it wants torch.cpu.current_device() to be a number
 fsdp.disable_fsdp_gradient_division = _take_sums

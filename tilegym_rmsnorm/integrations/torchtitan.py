@@ -61,7 +61,7 @@ class RMSNorm(nn.RMSNorm, Module):
 
     def __init__(self, config: RMSNorm.Config) -> None:
         shape, eps, affine = config.normalized_shape, config.eps, config.elementwise_affine
-        super().__init__(shape, eps, affine, backend=config.backend)  # type: ignore[arg-type]
+        super().__init__(shape, eps, affine, backend=config.backend)
 
     # torchtitan looks shardings up by the names of these: x, as that of torch.nn.RMSNorm.
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -105,12 +105,12 @@ class Attention(GQAttention):
         else:
             _maybe_check_max_pos(positions, max_valid_pos=cache.shape[0] - 1)
             positions = positions.expand(q.shape[0], -1)
-        norms = self.q_norm, self.k_norm
         cos, sin = cache[:, : self.head_dim], cache[:, self.head_dim :]
         return qk_norm_rope(
             q,
             k,
-            *(norm.weight for norm in norms),
+            self.q_norm.weight,
+            self.k_norm.weight,
             cos,
             sin,
             eps=self.q_norm.eps,
@@ -191,7 +191,7 @@ def _below(cfg: Any, module: type) -> list[tuple[Any, Any, Any]]:
     return [(each, parent, name) for _, each, parent, name in found if parent is not None]
 
 
-def _put(cfg: Any, parent: Any, name: str | int) -> None:
+def _put(cfg: Any, parent: Any, name: Any) -> None:
     if isinstance(parent, list):
         parent[name] = cfg
     else:
@@ -219,9 +219,9 @@ def _is_known(cfg: Any) -> bool:
 def _block_class(base: Any) -> Any:
     """Return the subclass of a block in which ffn_norm takes attention's result and the residual."""
 
-    class Block(base):  # type: ignore[misc]
+    class Block(base):
         @dataclass(kw_only=True, slots=True)
-        class Config(base.Config):  # type: ignore[misc]
+        class Config(base.Config):
             pass
 
         def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:

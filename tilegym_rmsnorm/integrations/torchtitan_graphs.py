@@ -33,7 +33,7 @@ def replace_pipeline(traced_result: Any, config: Any, *, parallel_dims: Any = No
 
 @register_pass_pipeline("tilegym_rmsnorm_regional")
 def regional_pipeline(traced_result: Any, config: Any, *, parallel_dims: Any = None) -> Passes:
-    """Mark the fused norms before regional Inductor compiles what is marked; torchtitan's own pass for that is left out.
+    """Mark the fused norms before regional Inductor compiles what is marked, in the place of torchtitan's own pass.
 
     Raises:
         ValueError: The config does not ask for regional Inductor.
