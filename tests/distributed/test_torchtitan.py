@@ -21,6 +21,7 @@ if importlib.util.find_spec("torchtitan") is None:
 if RELEASE < "2.12":
     pytest.skip("torchtitan 0.3 needs PyTorch 2.12", allow_module_level=True)
 
+BLOCKS = {"llama3": "Llama3", "qwen3": "Qwen3", "deepseek_v3": "DeepSeekV3"}
 NAMES = [*RUNS, *(SPMD_RUNS if RELEASE >= "2.14" else ())]
 
 
@@ -34,7 +35,13 @@ def cases() -> list[str]:
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     script = FOLDER / "torchtitan_training.py"
-    return run_once(tmp_path_factory, script, *NAMES, GRAPHS, *cases(), CUDA_VISIBLE_DEVICES="")
+    return run_once(tmp_path_factory, script, *RUNS, GRAPHS, *cases(), CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.fixture(scope="module")
+def done_by_spmd_types(tmp_path_factory):
+    script = FOLDER / "torchtitan_training.py"
+    return run_once(tmp_path_factory, script, *SPMD_RUNS, CUDA_VISIBLE_DEVICES="", timeout=900)
 
 
 def result_of(done, name, override):
@@ -46,16 +53,17 @@ def result_of(done, name, override):
 
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_trains_as_with_its_own_norms(name, override, done):
+def test_it_trains_as_with_its_own_norms(name, override, request):
+    done = request.getfixturevalue("done" if name in RUNS else "done_by_spmd_types")
     result = result_of(done, name, override)
     model, options = (RUNS | SPMD_RUNS)[name][1:]
     layers = options.get("n_layers", 2)
-    of_layer = 4 if model == "qwen3" else 2
+    of_layer = {"llama3": 2, "deepseek_v3": 3, "qwen3": 4}[model]
     expected = {"RMSNorm": of_layer * layers + 1}
     if override == "layers":
         expected = {"RMSNorm": (of_layer - 1) * layers + 1, "RMSNormOfSum": layers}
-        expected |= {"Qwen3TransformerBlock": layers, "Attention": layers} if model == "qwen3" else {}
-        expected |= {"Llama3TransformerBlock": layers} if model == "llama3" else {}
+        expected[f"{BLOCKS[model]}TransformerBlock"] = layers
+        expected |= {"Attention": layers} if model == "qwen3" else {}
     assert result["classes"] == expected
     assert result["same state dict"]
 
@@ -64,7 +72,8 @@ def test_it_trains_as_with_its_own_norms(name, override, done):
     theirs, ours = result["losses"]
     assert len(theirs) == 3 and ours == pytest.approx(theirs, rel=limit)
     apart, weight = result["apart"]  # of a gradient, by its norm
-    assert apart < (2e-5 if is_wide else 5e-2), weight
+    limit = 2e-5 if is_wide else 5e-2
+    assert apart < (2e-3 if "expert" in weight else limit), weight  # experts compute in bfloat16 in any case
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_once, run_script
-from torchtitan_converter_training import RUNS
+from torchtitan_converter_training import OURS, RUNS
 
 FOLDER = Path(sys.prefix, "torchtitan-0.2.2")
 SCRIPT = Path(__file__).with_name("torchtitan_converter_training.py")
@@ -20,6 +20,11 @@ needs_it = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"torchtitan 0.2.2 is 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     return run_once(tmp_path_factory, SCRIPT, str(FOLDER), CUDA_VISIBLE_DEVICES="")
+
+
+def test_the_page_has_these_arguments():
+    page = Path(__file__).parents[2] / "docs" / "torchtitan.md"
+    assert " ".join(OURS) in page.read_text(encoding="utf-8")
 
 
 @needs_it

@@ -7,12 +7,18 @@ torchtitan_training.py runs them, since titan_on_cpu changes more than a test ma
 import dataclasses
 import importlib
 import inspect
-from types import SimpleNamespace
+import re
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import titan_on_cpu
 import torch
 import torchtitan.models.muse_glimmer.model as muse
+from torchtitan.config import ConfigManager
 from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
 from torchtitan.experiments.graph_trainer.registry import PASS_PIPELINE_REGISTRY
 from torchtitan.models.common.attention import GQAttention, ScaledDotProductAttention
@@ -21,6 +27,7 @@ from torchtitan.models.common.nn_modules import RMSNorm as TitanRMSNorm
 from tilegym_rmsnorm.integrations import torchtitan as ours
 from tilegym_rmsnorm.integrations import torchtitan_graphs as graphs
 
+PAGE = Path(__file__).parents[2] / "docs" / "torchtitan.md"
 RMS_NORM, LAYERS = f"{ours.__name__}.rms_norm", f"{ours.__name__}.layers"
 
 
@@ -70,6 +77,31 @@ def a_norm_of_another_arithmetic_stays():
     blocks = _kinds(_overridden("muse_glimmer", LAYERS), muse.MuseGlimmerTransformerBlock)
     assert set(blocks) == {muse.MuseGlimmerTransformerBlock.Config}
     assert set(_kinds(_overridden("muse_glimmer", LAYERS), GQAttention)) == {muse.Attention.Config}
+
+
+def commands_of_the_page_are_taken():
+    """By torchtitan's own parser. The one of 0.2 is run by torchtitan_converter_training.py."""
+    text = PAGE.read_text(encoding="utf-8")
+    commands = [
+        line.split("torchtitan.train ")[1] for line in text.splitlines() if line.startswith("    torchrun")
+    ]
+    commands = [shlex.split(each) for each in commands if "--job.config_file" not in each]
+    (imports,) = re.findall(r"((?:^    (?:import|from) .*\n)+)", text, re.MULTILINE)
+    sys.modules["my_configs"] = ModuleType("my_configs")
+    exec(textwrap.dedent(imports), vars(sys.modules["my_configs"]))
+    configs = [ConfigManager().parse_args(command) for command in commands]
+    for config in configs:
+        apply_overrides(config.override, config)
+    first, second, third = configs
+    (in_code,) = re.findall(r"^    (config\..* = .*)$", text, re.MULTILINE)
+    exec(in_code, {"config": (other := _overridden("qwen3"))})
+    assert other.override.imports == second.override.imports
+    layers = len(first.model_spec.model.layers)
+    assert _kinds(first, TitanRMSNorm) == [ours.RMSNorm.Config] * (2 * layers + 1)
+    assert {cfg.backend for _, cfg, _, _ in second.traverse(TitanRMSNorm.Config)} == {"cutile"}
+    assert third.compile.pass_pipeline in PASS_PIPELINE_REGISTRY
+    names = set(re.findall(r"^\| `(tilegym_rmsnorm_\w+)` \|", text, re.MULTILINE))
+    assert names == {name for name in PASS_PIPELINE_REGISTRY if name.startswith("tilegym")}
 
 
 def which_layers_are_fused():

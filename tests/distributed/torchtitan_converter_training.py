@@ -20,6 +20,7 @@ import torch
 from tilegym_rmsnorm.integrations import unpatch_model
 
 OURS = "--experimental.custom_import", "tilegym_rmsnorm.integrations.torchtitan_converter"
+OURS += "--model.converters", "tilegym_rmsnorm"
 RUNS: dict[str, tuple[int, str, list[str]]] = {  # processes, model, arguments
     "compiled": (1, "qwen3", ["--compile.enable", "--compile.components", "model"]),
     "FSDP2": (2, "llama3", []),
@@ -101,7 +102,7 @@ def main(folder: str | None = None) -> None:
     torch.compile(torch.sin)(torch.ones(1))
     for name, (world, model, arguments) in RUNS.items():
         theirs = in_processes(world, train, model, arguments)
-        ours = in_processes(world, train, model, [*arguments, *OURS, "--model.converters", "tilegym_rmsnorm"])
+        ours = in_processes(world, train, model, [*arguments, *OURS])
         print("\n" + json.dumps(report(name, "converter", theirs, ours)), flush=True)
 
 

@@ -26,6 +26,7 @@ Run = tuple[int, str, dict[str, Any]]  # processes, model, options of config_of
 FP32, TP = {"dtype": "float32"}, {"tp": 2}
 RUNS: dict[str, Run] = {
     "one process, float32": (1, "qwen3", FP32),
+    "one process, experts, float32": (1, "deepseek_v3", FP32),
     "one process, compiled": (1, "qwen3", {"compiled": True, "n_layers": 1}),
     "FSDP2, recomputed": (2, "qwen3", {"recompute": True}),
     "TP and SP, float32": (2, "qwen3", {**TP, **FP32}),
@@ -34,13 +35,17 @@ RUNS: dict[str, Run] = {
 }
 # With PyTorch 2.14 and later: before, torchtitan's default fails in more than one process, with any norm.
 SPMD_RUNS: dict[str, Run] = {
-    f"spmd_types, {model}, {name}, {kind}": (2, model, {**options, **more, "spmd": "spmd_types"})
-    for model in ("llama3", "qwen3")
-    for name, options in {"FSDP2": {}, "TP and SP": TP, "TP without SP": {**TP, "sp": False}}.items()
-    for kind, more in {
-        "float32": FP32,
-        "checked": {"checks_types": True},
-        "compiled": {"compiled": True},
+    f"spmd_types, {name}": (2, model, {**options, "spmd": "spmd_types"})
+    for name, (model, options) in {
+        "llama3, FSDP2, compiled": ("llama3", {"compiled": True}),
+        "llama3, TP and SP, checked": ("llama3", {**TP, "checks_types": True}),
+        "llama3, TP without SP, checked": ("llama3", {**TP, "sp": False, "checks_types": True}),
+        "qwen3, FSDP2, float32": ("qwen3", FP32),
+        "qwen3, FSDP2, checked": ("qwen3", {"checks_types": True}),
+        "qwen3, TP and SP, float32": ("qwen3", {**TP, **FP32}),
+        "qwen3, TP and SP, checked": ("qwen3", {**TP, "checks_types": True}),
+        "qwen3, TP and SP, compiled": ("qwen3", {**TP, "compiled": True}),
+        "qwen3, TP without SP, float32": ("qwen3", {**TP, **FP32, "sp": False}),
     }.items()
 }
 
