@@ -25,12 +25,10 @@ PIPELINES = "tilegym_rmsnorm_replace", "tilegym_rmsnorm_regional"
 Run = tuple[int, str, dict[str, Any]]  # processes, model, options of config_of
 FP32, TP = {"dtype": "float32"}, {"tp": 2}
 RUNS: dict[str, Run] = {
-    "one process, float32": (1, "qwen3", FP32),
     "one process, experts, float32": (1, "deepseek_v3", FP32),
     "one process, compiled": (1, "qwen3", {"compiled": True, "n_layers": 1}),
     "FSDP2, recomputed": (2, "qwen3", {"recompute": True}),
     "TP and SP, float32": (2, "qwen3", {**TP, **FP32}),
-    "TP without SP, float32": (2, "llama3", {**TP, **FP32, "sp": False}),
     "TP and SP, full_dtensor, float32": (2, "llama3", {**TP, **FP32, "spmd": "full_dtensor"}),
 }
 # With PyTorch 2.14 and later: before, torchtitan's default fails in more than one process, with any norm.
