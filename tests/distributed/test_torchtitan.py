@@ -12,7 +12,7 @@ import pytest
 import torch
 from processes import run_once
 from torch.torch_version import TorchVersion
-from torchtitan_training import GRAPHS, OVERRIDES, PIPELINES, RUNS, SPMD_RUNS
+from torchtitan_training import GRAPHS, OVERRIDES, RUNS, SPMD_RUNS
 
 FOLDER = Path(__file__).parent
 RELEASE = TorchVersion(torch.__version__)
@@ -76,14 +76,21 @@ def test_it_trains_as_with_its_own_norms(name, override, request):
     assert apart < (2e-3 if "expert" in weight else limit), weight  # experts compute in bfloat16 in any case
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
-def test_graph_trainer(pipeline, done):
-    """A layer: two norms in it and one behind it, each forward and backward, with getitem nodes where marked."""
-    result = result_of(done, GRAPHS, pipeline)
-    if pipeline == "tilegym_rmsnorm_replace":
-        assert result["classes"] == {"replace_rmsnorm_pass": 6}
-    else:
-        assert result["classes"] == {"annotate_rmsnorm_for_regional_inductor_pass": 6 * 3}
+@pytest.mark.parametrize(
+    ("name", "found"),
+    {
+        "tilegym_rmsnorm_replace": {"replace_rmsnorm_pass": 6},
+        "tilegym_rmsnorm_regional": {
+            "annotate_rmsnorm_for_regional_inductor_pass": 6 * 3
+        },  # and getitem nodes
+        "rms_norm": {"RMSNorm": 3},
+        "layers": {"RMSNorm": 2, "RMSNormOfSum": 1, "Llama3TransformerBlock": 1},
+    }.items(),
+)
+def test_graph_trainer(name, found, done):
+    """Of a layer: two norms in it and one behind it, each forward and backward."""
+    result = result_of(done, GRAPHS, name)
+    assert result["classes"] == found
     theirs, ours = result["losses"]
     assert len(theirs) == 3 and ours == pytest.approx(theirs, rel=3e-7)
     assert result["apart"][0] < 2e-5 and result["same state dict"]

@@ -9,7 +9,6 @@ Prints a line of JSON for each override of each run: its losses, those without o
 apart. Then it runs cases of torchtitan_cases.py.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -55,7 +54,7 @@ def train(name: str, overrides: list[str]) -> Any:
     return titan_on_cpu.train(titan_on_cpu.config_of(model, overrides, **options))
 
 
-def train_graphs(pipeline: str) -> Any:
+def train_graphs(pipeline: str, overrides: list[str]) -> Any:
     """On a GPU norms are traced as aten's fused ops; here they are where these are overridden. Trained.classes: how
     many nodes the passes found."""
     import titan_on_cpu
@@ -63,6 +62,9 @@ def train_graphs(pipeline: str) -> Any:
     from tilegym_rmsnorm import use_backend
     from tilegym_rmsnorm.integrations import fx, override_aten, torchtitan_graphs  # noqa: F401  it registers
 
+    options = {"dtype": "float32", "n_layers": 1, "pipeline": pipeline}
+    if pipeline == "default":
+        return titan_on_cpu.train(titan_on_cpu.config_of("llama3", overrides, **options))
     os.environ["TILEGYM_RMSNORM_INTERPRET"] = "1"
     found = {}
 
@@ -78,14 +80,10 @@ def train_graphs(pipeline: str) -> Any:
 
         setattr(fx, name, watched)
 
-    with contextlib.ExitStack() as stack:
-        if pipeline != "default":
-            watch("replace_rmsnorm_pass")
-            watch("annotate_rmsnorm_for_regional_inductor_pass")
-            stack.enter_context(override_aten("cpu"))
-            stack.enter_context(use_backend("cutile"))
-        config = titan_on_cpu.config_of("llama3", [], dtype="float32", n_layers=1, pipeline=pipeline)
-        return titan_on_cpu.train(config)._replace(classes=found)
+    watch("replace_rmsnorm_pass")
+    watch("annotate_rmsnorm_for_regional_inductor_pass")
+    with override_aten("cpu"), use_backend("cutile"):
+        return titan_on_cpu.train(titan_on_cpu.config_of("llama3", [], **options))._replace(classes=found)
 
 
 def main(names: list[str]) -> None:
@@ -103,10 +101,11 @@ def main(names: list[str]) -> None:
             ours = in_processes(world, train, name, [f"{titan_on_cpu.OURS}.{override}"])
             print("\n" + json.dumps(report(name, override, theirs, ours)), flush=True)
     if GRAPHS in names:
-        theirs = in_processes(1, train_graphs, "default")
-        for pipeline in PIPELINES:
-            ours = in_processes(1, train_graphs, pipeline)
-            print("\n" + json.dumps(report(GRAPHS, pipeline, theirs, ours)), flush=True)
+        theirs = in_processes(1, train_graphs, "default", [])
+        for each in (*PIPELINES, *OVERRIDES):
+            given = (each, []) if each in PIPELINES else ("default", [f"{titan_on_cpu.OURS}.{each}"])
+            ours = in_processes(1, train_graphs, *given)
+            print("\n" + json.dumps(report(GRAPHS, each, theirs, ours)), flush=True)
     import torchtitan_cases  # last: a process that ran a backward may not be forked
 
     for name in names:
