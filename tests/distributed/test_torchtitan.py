@@ -35,7 +35,7 @@ def cases() -> list[str]:
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     script = FOLDER / "torchtitan_training.py"
-    return run_once(tmp_path_factory, script, *RUNS, GRAPHS, *cases(), CUDA_VISIBLE_DEVICES="")
+    return run_once(tmp_path_factory, script, *RUNS, GRAPHS, *cases(), CUDA_VISIBLE_DEVICES="", timeout=900)
 
 
 @pytest.fixture(scope="module")

@@ -115,6 +115,30 @@ def which_layers_are_fused():
             assert issubclass(type(block)._owner, type(theirs)._owner)
 
 
+def a_subclass_of_a_layer_stays():
+    """Its forward may be another. Its norms are replaced."""
+
+    def derived(base):
+        class Other(base):
+            @dataclasses.dataclass(kw_only=True, slots=True)
+            class Config(base.Config):
+                pass
+
+        return Other.Config
+
+    config = _overridden("qwen3")
+    block = config.model_spec.model.layers[1]
+    attention = ours.derive(block.attention, derived(GQAttention))
+    config.model_spec.model.layers[1] = ours.derive(block, derived(type(block)._owner), attention=attention)
+    apply_overrides(OverrideConfig(imports=[LAYERS]), config)
+    first, other, *_ = config.model_spec.model.layers
+    for cfg, name in (first, "Qwen3TransformerBlock"), (other, "Other"):
+        assert type(cfg)._owner.__name__ == name
+    assert type(first.attention) is ours.Attention.Config and type(other.attention) is type(attention)
+    norms = [type(each) for each in (other.attention_norm, other.ffn_norm, other.attention.qk_norm)]
+    assert norms == [ours.RMSNorm.Config] * 3
+
+
 def signatures_and_fields_are_theirs():
     """Shardings are looked up by the names of arguments, and arrive in the fields of configs."""
     parameters = inspect.signature(torch.nn.RMSNorm.forward).parameters
