@@ -131,12 +131,19 @@ def _removed(module):
     module.weight = None
 
 
+def _doubled_by_the_class(module, name="weight"):
+    """Give the module a class with a property, as SimpleFSDP does, which gathers the parameter there."""
+    doubled = property(lambda self: 2 * self._parameters[name])
+    module.__class__ = type("SimpleFSDPRMSNorm", (type(module),), {name: doubled})
+    return 2 * module._parameters[name]
+
+
 class Doubled(torch.nn.Module):
     def forward(self, weight):
         return 2 * weight
 
 
-@pytest.mark.parametrize("change", [_parametrized, _plain_tensor, _replaced, _removed])
+@pytest.mark.parametrize("change", [_parametrized, _plain_tensor, _replaced, _removed, _doubled_by_the_class])
 def test_the_weight_is_whatever_the_attribute_is(change):
     module, x = RMSNorm(64, bias=True, backend="torch"), torch.randn(3, 64)
     module(x)
@@ -153,6 +160,11 @@ def _later_parametrized(module):
     _later(module)
     torch.nn.utils.parametrize.register_parametrization(module, "bias", Doubled())
     return 2 * module.parametrizations.bias.original
+
+
+def _later_by_the_class(module):
+    _later(module)
+    return _doubled_by_the_class(module, "bias")
 
 
 def _later_plain(module):
@@ -174,7 +186,8 @@ def _as_data_parallel_does(module):
 
 
 @pytest.mark.parametrize(
-    "change", [_later, _later_parametrized, _later_plain, _later_a_buffer, _as_data_parallel_does]
+    "change",
+    [_later, _later_parametrized, _later_by_the_class, _later_plain, _later_a_buffer, _as_data_parallel_does],
 )
 def test_a_bias_that_is_set_later_counts(change):
     module, x = RMSNorm(64, backend="torch"), torch.randn(3, 64)
