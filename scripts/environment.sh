@@ -87,7 +87,7 @@ _modules() {
         [ "$(uname -s)" != Linux ] || printf 'cuobjdump '
         ;;
       optional:test-integrations)
-        printf 'accelerate cloudpickle dill kernels>=0.17 onnx onnxruntime onnxscript peft torchtitan transformers>=4.57 '
+        printf 'accelerate cloudpickle dill kernels>=0.17 lightning onnx onnxruntime onnxscript peft torchtitan transformers>=4.57 '
         [ "$(uname -s)" != Linux ] || printf 'liger_kernel megatron.core ' # megatron-core: wheels for CPython up to 3.13
         ;;
       optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;

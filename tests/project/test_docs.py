@@ -30,6 +30,8 @@ OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/NOTES.
 OTHERS += sorted((ROOT / "bench" / "results").glob("*/*.md"))
 # What examples need in which these names stand.
 LIBRARIES = {
+    "Trainer": ["accelerate"],
+    "lightning": ["lightning"],
     "megatron": ["megatron.core"],
     "onnx": ["onnx", "onnxscript", "onnxruntime"],
     "transformers": ["transformers"],
