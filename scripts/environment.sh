@@ -118,6 +118,8 @@ if sys.version_info < (3, 10):
 
 
 def has(thing):
+    if thing == "torchtitan" and sys.version_info < (3, 11) or thing == "megatron.core" and sys.version_info >= (3, 14):
+        return True  # pip installs neither there: tests/alone.txt, pyproject.toml
     if thing == "tileiras":  # where cuda-tile looks for it
         folders = [os.path.join(os.environ.get("CUDA_HOME") or os.devnull, "bin"), *glob.glob("/usr/local/cuda*/bin")]
         return bool(version_of("nvidia-cuda-tileiras")) or has_program(thing, folders)

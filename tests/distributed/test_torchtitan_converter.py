@@ -4,17 +4,25 @@
 """torchtitan 0.2.2's own Trainer with our converter, on CPUs: against its norms. scripts/environment.sh installs that
 release into a folder of its own, beside the newer one."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from processes import run_once, run_script
+from torch.torch_version import TorchVersion
 from torchtitan_converter_training import OURS, RUNS
 
 FOLDER = Path(sys.prefix, "torchtitan-0.2.2")
 SCRIPT = Path(__file__).with_name("torchtitan_converter_training.py")
-needs_it = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"torchtitan 0.2.2 is not installed in {FOLDER}")
+MISSING = [name for name in ("tyro", "torchdata") if importlib.util.find_spec(name) is None]
+if not FOLDER.is_dir():
+    MISSING.append(f"torchtitan 0.2.2 in {FOLDER}")
+if TorchVersion(torch.__version__) < "2.12":
+    MISSING.append("PyTorch 2.12, with older ones it was not run")
+needs_it = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 
 @pytest.fixture(scope="module")

@@ -136,9 +136,8 @@ class Captured:
 def main(kind: str, backend: str) -> None:
     set_backend(backend)
     torch.manual_seed(0)
-    model, plain = (
-        Model(kind).cuda() for _ in range(2)
-    )  # no copy: it would hold the compiled blocks of the first
+    # no copy: it would hold the compiled blocks of the first
+    model, plain = (Model(kind).cuda() for _ in range(2))
     plain.load_state_dict(model.state_dict())
     batches = [torch.randn(2, TOKENS, WIDTH, device="cuda").bfloat16() for _ in range(STEPS)]
     captured = train(model, batches, Captured())

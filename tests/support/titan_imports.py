@@ -32,9 +32,8 @@ def _stand_in(library: str, **modules: tuple[str, ...]) -> None:
             vars(sys.modules[name]).update(dict.fromkeys(names, _Anything))
 
 
-if (
-    not torch.cuda.is_available()
-):  # torchtitan asks once, while it is imported, and says "cuda" where there is nothing
+# torchtitan asks once, while it is imported, and says "cuda" where there is nothing
+if not torch.cuda.is_available():
     torch._utils._get_available_device_type = lambda: "cpu"
 _stand_in(
     "datasets",

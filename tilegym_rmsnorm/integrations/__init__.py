@@ -6,6 +6,7 @@
 aten            override aten's fused ops, which F.rms_norm and nn.RMSNorm call
 fx              replace the nodes of those ops in traced graphs
 huggingface     patch the norms of a model, recognized by the arithmetic of their forward
+megatron        build Megatron-Core's norms from its specs
 registration    count who asked for a change to another library, and undo it after the last
 torchtitan      override the norms or layers of its models; _converter and _graphs: of its older releases, of its graphs
 all others      offer the names and signatures of the library that the module is named after

@@ -67,9 +67,12 @@ def imported(module: str, name: str, needs: str) -> Any:
     """Import a module of another library, and return its attribute. Raise an ImportError with the text `needs` where
     the library is missing, or has no such module or attribute. Errors inside the library's own imports stay."""
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        missing = getattr(error, "name", "") or ""
-        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{missing}."):
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
             raise
+        raise ImportError(needs) from error
+    try:
+        return getattr(found, name)
+    except AttributeError as error:
         raise ImportError(needs) from error

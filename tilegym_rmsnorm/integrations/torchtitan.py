@@ -6,9 +6,9 @@
     --override.imports tilegym_rmsnorm.integrations.torchtitan.rms_norm
     --override.imports 'tilegym_rmsnorm.integrations.torchtitan.layers={"backend": "cutile"}'
 
-Written against torchtitan 0.3.0, which imports this module. It is the one integration that imports its library at the
-top: torchtitan registers an override when its module is imported. Releases before 0.3 have no overrides; see
-`tilegym_rmsnorm.integrations.torchtitan_converter`.
+Written against torchtitan 0.3.0, which imports this module. The modules for torchtitan are the only ones that import
+their library at the top: it registers an override when the override's module is imported. Releases before 0.3 have no
+overrides; see `tilegym_rmsnorm.integrations.torchtitan_converter`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,12 @@ def layers(cfg: BaseModel.Config, backend: str | None = None) -> BaseModel.Confi
         RuntimeError: torchtitan is not of a release whose layers these are.
     """
     check_backend_name(backend)
-    release = importlib.metadata.version("torchtitan")
+    try:
+        release = importlib.metadata.version("torchtitan")
+    except importlib.metadata.PackageNotFoundError:
+        release = (
+            "one that is not installed, whose release nothing says (to mend it: pip install -e TORCHTITAN)"
+        )
     if release.split(".")[:2] != ["0", "3"]:
         raise RuntimeError(
             f"layers: expected torchtitan 0.3, whose layers it repeats, got {release}; "

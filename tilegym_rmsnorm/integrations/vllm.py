@@ -75,6 +75,8 @@ def register(provider: str = PROVIDER) -> Any:
         raise TypeError(f"provider: expected a str, got {provider!r}")
     needs = "register needs vLLM with vllm.ir.ops.rms_norm, such as 0.33. To mend it: pip install vllm"
     op = imported(OPS, "rms_norm", needs)
+    if not hasattr(op, "register_impl"):
+        raise ImportError(needs)
     found = op.impls.get(provider)
     if found is not None and found.impl_fn is rms_norm:
         return found

@@ -73,9 +73,8 @@ class RMSNorm(module.RMSNorm):
         if getattr(config, "batch_invariant_mode", False):
             # The kernel, and with it the order of a sum, depends on the number of rows.
             raise ValueError("config.batch_invariant_mode: expected False, got True")
-        self.sequence_parallel = (
-            config.sequence_parallel
-        )  # before the base class, which resets the parameters
+        # before the base class, which resets the parameters
+        self.sequence_parallel = config.sequence_parallel
         super().__init__(
             hidden_size,
             eps,

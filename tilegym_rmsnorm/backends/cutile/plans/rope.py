@@ -196,12 +196,13 @@ def _forward_limits(problem: RopeProblem) -> _Limits:
     # Of more by loads of 16 bytes without TMA, which need registers for addresses, some spilled.
     elements = 2048 if problem.interleaved or (problem.divisor >= 8 and not problem.has_tma) else 4096
     is_wide = problem.n > WIDE_HEAD
-    rounds_each = problem.rounding == "each" and not (problem.interleaved or problem.per_head)
+    # as Qwen3: D = 64 loses by it
+    is_each = problem.rounding == "each" and not (problem.interleaved or problem.per_head)
     heads = 8 if problem.per_head and not is_wide else 4
     occupancy = 4 if problem.n <= WIDEST_OF_FOUR_WARPS else 3
     if is_wide and (problem.interleaved or not problem.is_whole):
         heads = 2
-    elif rounds_each and problem.has_tma and problem.is_whole and 64 < problem.n <= WIDE_HEAD:
+    elif is_each and problem.has_tma and problem.is_whole and 64 < problem.n <= WIDE_HEAD:
         heads, occupancy = 2, 3
     has_tiles_ahead = problem.has_tma and (problem.is_whole or is_wide)
     return _Limits(elements, heads, occupancy, latency=3 if has_tiles_ahead else 2)
