@@ -193,7 +193,7 @@ class _Limits(NamedTuple):
 
 
 def _forward_limits(problem: RopeProblem) -> _Limits:
-    # Of more by loads of 16 bytes without TMA, which need registers for addresses, some spilled.
+    # Loads of 16 bytes without TMA need registers for addresses: with more elements some spilled.
     elements = 2048 if problem.interleaved or (problem.divisor >= 8 and not problem.has_tma) else 4096
     is_wide = problem.n > WIDE_HEAD
     # as Qwen3: D = 64 loses by it
