@@ -54,6 +54,8 @@ def test_a_shared_parameter_is_what_a_model_computes_with(model):
         vector.data = vector.data.flip(0)
     losses = {}
     for name, each in made.items():
+        if name == "liger" and not torch.cuda.is_available():
+            continue  # Liger's kernels need a GPU
         way = ways_of(model)[name]
         with way.around():
             losses[name] = loss_of(each)(some_tokens(sizes_of(model))).item()
