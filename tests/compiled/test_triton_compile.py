@@ -110,6 +110,17 @@ def test_compiled_kernels_spill_nothing_and_are_resident(capability, widths, com
                 assert kernel["registers"] * 32 * config.WARPS_PER_SM <= 65536, (call, kernel)
 
 
+@pytest.mark.parametrize("options", [{}, {"residual_dtype": "bfloat16", "residual_out_dtype": "bfloat16"}])
+def test_registers_of_a_forward_leave_room_for_its_programs(options, compiled_by):
+    """With a few more an SM holds one program less, which takes up to 26 % longer."""
+    widths = (2560, 2880, 4096, 5120, 6144, 7168, 8192)
+    calls = [{"N": n, "dtype": "bfloat16", "weight_dtype": "bfloat16", **options} for n in widths]
+    for call, kernels in zip(calls, compiled_by(90, calls), strict=True):
+        (forward,) = [each for each in kernels if each["name"] == "forward_rows"]
+        least = 40 if config.forward_config(call["N"]).tile.tiles == 1 else 32
+        assert forward["registers"] <= least and forward["stack"] == 0, (call, forward)
+
+
 RESIDUAL = {"residual_dtype": "bfloat16", "residual_out_dtype": "bfloat16"}
 MIXED = {"residual_dtype": "float32", "residual_out_dtype": "float32", "alpha": 0.5}
 # What a call may have beside x and a weight, and the widths it is compiled for
@@ -307,8 +318,7 @@ def test_batch_size_eps_offset_and_stride_compile_nothing(n, compiled_by):
     strict=True,
 )
 def test_no_triton_kernel_flushes_subnormal_numbers(tmp_path, compiled_by):
-    """`tl.rsqrt` is rsqrt.approx.ftz, to which a mean of squares below 1.2e-38 is 0. test_extremes.py shows it on a GPU
-    alone: Triton's interpreter flushes nothing."""
+    """test_extremes.py shows it on a GPU alone: Triton's interpreter flushes nothing."""
     widths = (64, 16384, 18432)  # every kernel
     calls = [{"N": n, "dtype": "float32", "weight_dtype": "float32"} for n in widths]
     calls.append(ROPE._replace(dtype=FP32))
@@ -317,5 +327,6 @@ def test_no_triton_kernel_flushes_subnormal_numbers(tmp_path, compiled_by):
     found = {re.search(r"\.entry (\w+)", ptx)[1]: ptx for ptx in kernels}
     assert {"forward_rows", "forward_reread", "backward_dx", "backward_dx_reread", "backward_c"} <= set(found)
     assert {"rope_forward", "rope_backward"} <= set(found)
-    flushing = {line for ptx in kernels for line in ptx.splitlines() if ".ftz" in line}
-    assert not flushing
+    lines = {line for ptx in kernels for line in ptx.splitlines()}
+    # rsqrt has no other form; rstd_of scales what it would flush
+    assert not {line for line in lines if ".ftz" in line and "rsqrt.approx" not in line}

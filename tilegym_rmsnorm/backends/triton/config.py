@@ -27,6 +27,9 @@ BACKWARD_TILE, BACKWARD_MIN_WARPS = 4096, 8
 MOST_ROWS = 128  # per tile: of narrow rows, more take up to 255 registers per thread, for their addresses
 
 FORWARD_HELD = 16384  # widest row that is read once: up to 110 registers per thread
+# Most per thread of such 16-bit rows as spill nothing by it: an SM holds three programs of 512 threads. ptxas takes 42
+# at 7168 columns by itself, which makes it two: 78 us for 62 (8192 rows, H200).
+FORWARD_REGISTERS, FORWARD_LIMITED = 40, 8192
 BACKWARD_HELD = 8192  # twice as wide, x, dy, weight and sums spill 184 to 224 bytes per thread
 # Twice as wide, the sums alone spill 80 to 472 bytes per thread. What it spills itself is in test_triton_compile.py.
 BACKWARD_REREAD = 16384

@@ -7,7 +7,7 @@
     rstd = 1 / sqrt(mean(x'^2) + eps)      xhat = x' * rstd      y = xhat * (weight + offset) + bias
 
 A weight that is None is a factor of 1. FORM.rounds_xhat (casting="llama") rounds xhat to the dtype of x' before it
-meets the weight. rstd by sqrt_rn: `tl.rsqrt` takes a subnormal mean + eps (below 1.2e-38) for 0.
+meets the weight.
 
     forward_rows      whole rows, a tile of them per program, x read once
     forward_reread    a row per program, wider than registers hold: summed in strips, then read again, from L2 mostly
@@ -30,6 +30,7 @@ from tilegym_rmsnorm.backends.triton.rows import (
     rounded,
     row_pointers,
     rows_of_head,
+    rstd_of,
     split_program,
     stride_names,
     tile_masks,
@@ -74,7 +75,7 @@ def forward_rows(
     tsquares = tl.zeros(tx[0].shape, tl.float32)
     for k in tl.static_range(len(tx)):
         tsquares += tx[k] * tx[k]
-    trstd = 1 / tl.sqrt_rn(tl.sum(tsquares, axis=1) / FORM.N + eps)
+    trstd = rstd_of(tl.sum(tsquares, axis=1) / FORM.N, eps)
     tl.store(rstd_ptr + rows, trstd, mask=rows < M)
 
     for k in tl.static_range(len(tx)):
@@ -95,7 +96,7 @@ def forward_reread(
         tx = load_normalized(source, row, tcolumns[0], tmasks[0], FORM.N)
         tsquares += tx * tx
 
-    rstd = 1 / tl.sqrt_rn(tl.sum(tsquares) / FORM.N + eps)
+    rstd = rstd_of(tl.sum(tsquares) / FORM.N, eps)
     tl.store(rstd_ptr + row, rstd)
     x_row, residual_row, normalized_ptr, _ = source
     if residual_row is None:

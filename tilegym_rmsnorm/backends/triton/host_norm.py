@@ -16,6 +16,8 @@ from torch import Tensor
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.triton import backward, forward, host
 from tilegym_rmsnorm.backends.triton.config import (
+    FORWARD_LIMITED,
+    FORWARD_REGISTERS,
     BackwardConfig,
     Form,
     ForwardConfig,
@@ -53,8 +55,19 @@ def launch_forward(config: ForwardConfig, spec: Spec, tensors: ForwardTensors) -
         residual_out = host.empty(x, x.shape, spec.residual_dtype)
         arguments |= {"residual_out_ptr": residual_out, "alpha": spec.alpha}
     grid = (triton.cdiv(M // heads, config.tile.rows) * heads,)
-    host.run(x.device, (forward.forward, grid, arguments, host.options(config.num_warps)))
+    options = host.options(config.num_warps, most_registers=_most_registers(config, tensors))
+    host.run(x.device, (forward.forward, grid, arguments, options))
     return y, rstd, residual_out
+
+
+def _most_registers(config: ForwardConfig, tensors: ForwardTensors) -> int | None:
+    """Limit the registers of a forward's thread, where it spills nothing by that on any GPU. Weights in float32, biases
+    and places of heads take more. Rows of several tiles take 32 by themselves."""
+    x, _, bias, _ = tensors
+    is_narrow = all(each is None or each.dtype.itemsize == 2 for each in tensors)
+    is_one_tile = config.tile.tiles == config.tile.strips == 1 and x.shape[-1] <= FORWARD_LIMITED
+    is_simple = bias is None and x.ndim == 2 and x.shape[-1] % 8 == 0
+    return FORWARD_REGISTERS if is_narrow and is_one_tile and is_simple else None
 
 
 def launch_backward(

@@ -155,6 +155,16 @@ def load_scale(scale, columns, tmask, EVICTION: tl.constexpr = None):
 
 
 @triton.jit
+def rstd_of(tmean, eps):
+    """1 / sqrt(mean + eps). sqrt_rn takes up to eight registers a thread more than rsqrt, and so a program of an SM."""
+    tsum = tmean + eps
+    # rsqrt takes a subnormal number for 0: below 1.2e-38
+    tis_tiny = tsum < 1e-30
+    trstd = tl.rsqrt(tl.where(tis_tiny, tsum * 2.0**80, tsum))
+    return tl.where(tis_tiny, trstd * 2.0**40, trstd)
+
+
+@triton.jit
 def rounded(tile, ptr, ROUNDS: tl.constexpr):
     """Round to the dtype of an array, where ROUNDS says so."""
     if ROUNDS:
