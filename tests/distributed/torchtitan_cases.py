@@ -115,6 +115,15 @@ def which_layers_are_fused():
             assert issubclass(type(block)._owner, type(theirs)._owner)
 
 
+def kimi_has_the_layers_of_deepseek_v3():
+    """Its registry of configs imports libraries of pictures."""
+    config = importlib.import_module("torchtitan.models.kimi_k2_7")._debugmodel("flex", "standard")
+    ours.layers(config)
+    assert TitanRMSNorm.Config not in _kinds(config, TitanRMSNorm)
+    assert _kinds(config, ours.RMSNormOfSum) == [ours.RMSNormOfSum.Config] * len(config.layers)
+    assert not _kinds(config, ours.Attention)
+
+
 def a_subclass_of_a_layer_stays():
     """Its forward may be another. Its norms are replaced."""
 
