@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.measure.provenance import RESULTS, kept_in  # noqa: E402
 from bench.report import readme  # noqa: E402
-from bench.studies import one_launch_or_two, rope, traced  # noqa: E402
+from bench.studies import one_launch_or_two, rope, torchtitan, traced  # noqa: E402
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     readme.refresh_results(paths)
     training = [path for path, _ in kept_in(RESULTS, "*/train-*.json")]
     readme.refresh_training(training)
-    count = len(paths) + sum(each.refresh_page() for each in (one_launch_or_two, rope, traced))
+    count = len(paths) + sum(each.refresh_page() for each in (one_launch_or_two, rope, torchtitan, traced))
     print(f"{count + len(training)} results are in the pages")
 
 
