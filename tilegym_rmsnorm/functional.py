@@ -26,8 +26,11 @@ from tilegym_rmsnorm.ops.norm.passes import KNOWN, NUMBERS, norm_call
 from tilegym_rmsnorm.ops.norm.spec import Wanted, shape_of_rstd
 from tilegym_rmsnorm.routes import library_op
 from tilegym_rmsnorm.routes.choose import KERNELS, OP, UNTRACED, route_of
+from tilegym_rmsnorm.routes.known_calls import Run, run_and_remember, shared
 from tilegym_rmsnorm.routes.public_calls import run_checked
 from tilegym_rmsnorm.settings import BackendName
+
+_FORWARDS, _BACKWARDS = shared(), shared()  # calls of `rms_norm_forward` and `rms_norm_backward`
 
 
 @overload
@@ -236,21 +239,31 @@ def rms_norm_forward(
 
 
 def _forward(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: str | None) -> Any:
+    described = None if is_traced() else norm_call(tensors, (1, *numbers), backend)
+    if (known := _FORWARDS.find(described)) is not None:
+        return known(tensors)
     checked = checks.checked_forward(*tensors, (), *numbers, dims=1)
     route = route_of(checked, backend)
     if route.name == UNTRACED:
         return _untraced_forward(tensors, numbers, route.call.backend)
     if route.name == KERNELS:
-        y, rstd, residual_out = passes.forward(checked, route.call)
-    elif route.name == OP:
+
+        def bind(_: bool) -> Run:
+            run = passes.bind_forward(checked.tensors, route.call)
+            return lambda tensors: _results(*run(tensors))
+
+        return run_and_remember(_FORWARDS, described, tensors, checked.tensors, route.call.forward, bind)
+    if route.name == OP:
         given = passes.arguments_of_forward(checked, route.call.backend)
         y, rstd, residual_out = library_op.call(CALLS.forward, (*_detached(given[:4]), *given[4:]))
     else:
         with torch.no_grad():
             results = reference.forward_torch(checked.tensors, checked.spec)
             y, rstd, residual_out = map(operations.packed, results)
-    if rstd.ndim != 1:
-        rstd = rstd.reshape(-1)
+    return _results(y, rstd if rstd.ndim == 1 else rstd.reshape(-1), residual_out)
+
+
+def _results(y: Tensor, rstd: Tensor, residual_out: Tensor | None) -> tuple[Tensor, ...]:
     return (y, rstd) if residual_out is None else (y, residual_out, rstd)
 
 
@@ -326,7 +339,13 @@ def rms_norm_backward(
         TypeError: A dtype, a layout or a type does not fit.
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
-    checked = checks.checked_backward(x, dy, weight, rstd, d_residual_out, offset=offset, casting=casting)
+    tensors, described = (x, dy, weight, rstd, d_residual_out), None
+    # A number of another type may equal one of these as a key, but must raise an error.
+    if not is_traced() and type(offset) is float and type(needs_db) is bool:
+        described = passes.backward_call(tensors, (offset, casting, dw_dtype, needs_db), backend)
+        if (known := _BACKWARDS.find(described)) is not None:
+            return known(tensors)
+    checked = checks.checked_backward(*tensors, offset=offset, casting=casting)
     wanted = _wanted(x, weight, dw_dtype, needs_db)
     route = route_of(checked, backend, wanted)
     if route.name == UNTRACED:
@@ -334,8 +353,19 @@ def rms_norm_backward(
         options |= {"dw_dtype": dw_dtype, "needs_db": needs_db, "backend": route.call.backend}
         return _untraced_backward(x, dy, weight, rstd, **options)
     if route.name == KERNELS:
-        dx, _, dw, db = passes.backward(checked, route.call, wanted)
-    elif route.name == OP:
+        shape = checked.shape if weight is None else weight.shape
+
+        def bind(_: bool) -> Run:
+            run = passes.bind_backward(checked.tensors, route.call, wanted)
+
+            def gradients(tensors: Any) -> Any:
+                dx, _, dw, db = run(tensors)
+                return (dx, dw) if db is None else (dx, dw, db.view(shape))
+
+            return gradients
+
+        return run_and_remember(_BACKWARDS, described, tensors, checked.tensors, route.call.backward, bind)
+    if route.name == OP:
         x, dy, weight, rstd, d_residual_out = _detached(checked.tensors)
         given = x, dy, weight, rstd.reshape(shape_of_rstd(x, 1)), d_residual_out
         dx, _, dw, db = passes.call_backward(given, 1, route.call, wanted)

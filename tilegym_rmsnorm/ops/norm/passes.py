@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.registry import unseen
 from tilegym_rmsnorm.call.arithmetic import compute_dtype
 from tilegym_rmsnorm.call.layout import arranged, in_shape_of, view_of_vector, views_of
 from tilegym_rmsnorm.call.spec import Call, Checked, dtype_of
@@ -130,21 +129,6 @@ def _shaped_gradients(tensors: BackwardTensors, gradients: Gradients) -> Gradien
     if dw is not None and weight is not None and weight.ndim != 1:
         dw = dw.view_as(weight)
     return dx, d_residual, dw, db
-
-
-def forward(checked: Checked, call: Call) -> Outputs:
-    """Run a forward by itself, which autograd does not record."""
-    with unseen(call.forward):
-        return bind_forward(checked.tensors, call)(checked.tensors)
-
-
-def backward(checked: Checked, call: Call, wanted: Wanted) -> Gradients:
-    """Run a backward by itself. db has weight's shape, without a weight that of a row."""
-    tensors, weight = checked.tensors, checked.tensors[2]
-    with unseen(call.backward):
-        dx, d_residual, dw, db = bind_backward(tensors, call, wanted)(tensors)
-    shape = checked.shape if weight is None else weight.shape
-    return dx, d_residual, dw, None if db is None else db.view(shape)
 
 
 def _flat(rstd: Tensor) -> Tensor:
