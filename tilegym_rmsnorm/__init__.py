@@ -34,6 +34,7 @@ from tilegym_rmsnorm.functional import (
     rms_norm_forward,
 )
 from tilegym_rmsnorm.integrations import override_aten, patch_model, unpatch_model
+from tilegym_rmsnorm.main_grad import accumulate_main_grad
 from tilegym_rmsnorm.nn.module import RMSNorm
 from tilegym_rmsnorm.rope import qk_norm_rope, rms_norm_rope
 from tilegym_rmsnorm.settings import (
@@ -62,6 +63,7 @@ __all__ = [
     "Override",
     "PatchReport",
     "RMSNorm",
+    "accumulate_main_grad",
     "compute_rms_norm_rstd_torch",
     "get_available_backends",
     "get_available_backends_for_op",

@@ -316,7 +316,7 @@ def test_results_do_not_depend_on_the_order_of_blocks():
         constants = constants_of(backward.backward_rows, plans[1])
         arguments = (dx, dw_partial, dy, x, weight, rstd, (), (), (), 1 / n, 0.0, *constants)
         launch(backward.backward_rows, (blocks,), arguments, order=order_of(blocks))
-        launch(reduce.sum_partials, (5,), (dw, dw_partial, (), 4, 16, 16, True), order=order_of(5))
+        launch(reduce.sum_partials, (5,), (dw, dw_partial, (), 4, 16, 16, True, 0), order=order_of(5))
         return y, rstd, dx, dw
 
     for one, other in zip(run(range), run(lambda count: random.sample(range(count), count)), strict=True):

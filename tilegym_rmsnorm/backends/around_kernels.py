@@ -83,7 +83,7 @@ def forward(kernel: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Out
 @torch.no_grad()
 def backward(kernel: BackwardFunction, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
     """Run any backward of contract.py, around a `kernel` backward."""
-    x, dy, weight, rstd, d_residual_out = tensors
+    x, dy, weight, rstd, d_residual_out, *target = tensors
     dtype = joint_dtype(x, weight, dy, d_residual_out)
     per_head = weight if weight is not None and weight.ndim == 2 else None
     needs_d = d_residual_out is not None or wanted.d_residual is not None or spec.alpha != 1.0
@@ -99,11 +99,14 @@ def backward(kernel: BackwardFunction, spec: Spec, tensors: BackwardTensors, wan
         if wanted.dw is not None:
             xhat = round_xhat(rows.to(dtype) * rstd.to(dtype)[:, None], x.dtype, spec.casting)
             dw = (dy_of_heads * xhat.view_as(dy_of_heads)).sum(0).to(wanted.dw)
+            for each in target:
+                each.add_(dw)
         g = (dy_of_heads * (per_head.to(dtype) + spec.offset)).view(rows.shape)
 
     kernel_wanted = Wanted(dtype if needs_d else wanted.dx, dw=wanted.dw if per_head is None else None)
-    kernel_weight = weight if per_head is None else None
-    d, _, kernel_dw, _ = kernel(_of_kernel(spec), (rows, g, kernel_weight, rstd, None), kernel_wanted)
+    kernel_weight, target = (weight, target) if per_head is None else (None, [])
+    given = rows, g, kernel_weight, rstd, None, *target
+    d, _, kernel_dw, _ = kernel(_of_kernel(spec), given, kernel_wanted)
     d, d_residual = d.view(x.shape), None
     if d_residual_out is not None:
         d = d.add_(d_residual_out)  # in place: contiguous, whatever d_residual_out is

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.registry import register_impl
 from tilegym_rmsnorm.ops.norm.reference import forward_torch, gradients_torch
-from tilegym_rmsnorm.ops.norm.spec import ForwardTensors, Outputs, Spec
+from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
 
 IMPLEMENTATION = __name__
@@ -29,6 +29,13 @@ def unusable(request: Request | None) -> Unusable | None:
 def _norm_forward(tensors: ForwardTensors, spec: Spec) -> Outputs:
     y, rstd, residual_out = forward_torch(tensors, spec)
     return y, rstd.reshape(-1), residual_out
+
+
+def _norm_backward(tensors: BackwardTensors, spec: Spec, wanted: Wanted) -> Gradients:
+    found = gradients_torch(tensors[:5], spec, wanted)
+    for target in tensors[5:]:
+        target.add_(found[2])
+    return found
 
 
 def _registered(op: Any, formula: Callable[..., Any]) -> Any:
@@ -47,6 +54,6 @@ def _registered(op: Any, formula: Callable[..., Any]) -> Any:
 
 
 rms_norm_forward = _registered("rms_norm_forward", _norm_forward)
-rms_norm_backward = _registered("rms_norm_backward", gradients_torch)
+rms_norm_backward = _registered("rms_norm_backward", _norm_backward)
 qk_norm_rope_forward = _registered("qk_norm_rope_forward", rope_forward_torch)
 qk_norm_rope_backward = _registered("qk_norm_rope_backward", rope_gradients_torch)

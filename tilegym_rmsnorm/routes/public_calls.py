@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilegym_rmsnorm.call.spec import Call, Checked
-from tilegym_rmsnorm.routes import choose, known_dtensors
+from tilegym_rmsnorm.call.watched import is_traced
+from tilegym_rmsnorm.routes import choose, known_dtensors, main_grad
 from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run, run_and_remember
 from tilegym_rmsnorm.routes.library_op import LibraryOp, Options, Tensors, call
 
@@ -29,6 +30,7 @@ class PublicCalls:
     # returns a function that runs tensors like these and records the call where autograd would; it holds no tensor. The
     # last argument: whether it runs other calls too.
     bind: Callable[[Checked, Call, bool], Run]
+    adds: bool = False  # whether `bind` records that dw is added to main_grad, where a weight is marked
 
 
 def run_checked(
@@ -44,6 +46,12 @@ def run_checked(
     gave them. described: the call, for `known`; None: it cannot be known, as while Dynamo traces. untraced: runs it
     outside of a graph, given these three."""
     route = choose.route_of(checked, backend, is_differentiable=True)
+    if main_grad.IN_USE and any([main_grad.adds(each) for each in tensors]):
+        if is_traced():
+            return untraced(tensors, numbers, backend)
+        is_as_given = all([one is each for one, each in zip(checked.tensors, tensors, strict=True)])
+        if not (calls.adds and route.name == choose.KERNELS and is_as_given):
+            return untraced(main_grad.entered(tensors), numbers, backend)
     if route.name == choose.UNTRACED:
         return untraced(tensors, numbers, route.call.backend)
     if route.name == choose.OPERATIONS:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,12 +80,16 @@ def empty_partials(total: Tensor | None, walks: int) -> Any:
     return None if total is None else empty(total, (walks, total.numel()), torch.float32)
 
 
-def sums(dw_width: int, *pairs: tuple[Any, Any]) -> list[Launch]:
-    """Return the launch that sums partial rows, each array into its total, unless no total is wanted."""
+def sums(dw_width: int, *pairs: tuple[Any, Any], targets: Sequence[Any] = ()) -> list[Launch]:
+    """Return the launch that sums partial rows, each array into its total, unless no total is wanted. targets: the
+    totals that are added to."""
     wanted = [pair for pair in pairs if pair[1] is not None]
     if not wanted:
         return []
-    arguments = {"ROWS": DW_TILE // dw_width, "WIDTH": dw_width}
+    adds = sum(
+        bit for bit, (_, total) in zip((1, 2), wanted, strict=False) if any(total is each for each in targets)
+    )
+    arguments = {"ROWS": DW_TILE // dw_width, "WIDTH": dw_width, "ADDS": adds}
     for names, (partial, total) in zip(SUMS, wanted, strict=False):
         arguments |= zip(names, (partial, total, partial.shape[0], total.numel()), strict=True)
     grid = triton.cdiv(max(total.numel() for _, total in wanted), dw_width), len(wanted)

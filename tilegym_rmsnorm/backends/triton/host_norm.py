@@ -74,10 +74,11 @@ def launch_backward(
     config: BackwardConfig, spec: Spec, tensors: BackwardTensors, wanted: Wanted
 ) -> Gradients:
     """A backward (spec.py of the op) by these tiles. The config of per-head weights is that of a head."""
-    x, dy, weight, rstd, d_residual_out = tensors
+    x, dy, weight, rstd, d_residual_out, *target = tensors
     vector = (spec.n,) if weight is None else tuple(weight.shape)
     dx, d_residual = host.empty(x, x.shape, wanted.dx), host.empty(x, x.shape, wanted.d_residual)
-    dw, db = host.empty(x, vector, None if weight is None else wanted.dw), host.empty(x, vector, wanted.db)
+    dw = target[0] if target else host.empty(x, vector, None if weight is None else wanted.dw)
+    db = host.empty(x, vector, wanted.db)
     dw_partial, db_partial = host.empty_partials(dw, config.walks), host.empty_partials(db, config.walks)
     arguments = _arguments(config, spec, weight, x=x, dy=dy)
     arguments["rstd_ptr"] = rstd
@@ -94,7 +95,8 @@ def launch_backward(
     arguments |= {"db_partial_ptr": db_partial, "alpha": None if spec.alpha == 1 else spec.alpha}
     grid = (config.walks * _heads(weight) * config.tile.strips,)
     launches.append((backward.backward, grid, arguments, options))
-    host.run(x.device, *launches, *host.sums(config.dw_width, (dw_partial, dw), (db_partial, db)))
+    pairs = (dw_partial, dw), (db_partial, db)
+    host.run(x.device, *launches, *host.sums(config.dw_width, *pairs, targets=target))
     return dx, d_residual, dw, db
 
 

@@ -35,6 +35,7 @@ from tilegym_rmsnorm.nn.module import RMSNorm
 from tilegym_rmsnorm.ops.norm.op import norm_in_graph
 from tilegym_rmsnorm.ops.norm.passes import KNOWN, norm_call
 from tilegym_rmsnorm.routes.known_calls import call_of, shared
+from tilegym_rmsnorm.routes.main_grad import IN_USE, is_marked
 
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[str, str, str]] = set()
@@ -174,7 +175,7 @@ def _described(norm: Any, x: Tensor, match: Match, backend: str | None) -> tuple
         return None, (), None
     if x.layout is not torch.strided or not x.is_contiguous():
         return None, (), None
-    others = cls, match.arithmetic, match.offset, eps
+    others = cls, match.arithmetic, match.offset, eps, len(IN_USE) and is_marked(weight)
     return call_of((x,), (weight,), (weight is None,), others, backend), (x, weight, None, None), eps
 
 

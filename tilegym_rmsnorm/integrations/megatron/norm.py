@@ -13,6 +13,7 @@ from torch import Tensor
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.megatron.with_input import norm_with_input
 from tilegym_rmsnorm.nn import module
+from tilegym_rmsnorm.routes import main_grad
 from tilegym_rmsnorm.settings import BackendName
 
 
@@ -25,6 +26,7 @@ class RMSNorm(module.RMSNorm):
 
     Of the config are read: `normalization`; `layernorm_zero_centered_gamma` (the weight starts at 0, and 1 is added to
     it); `params_dtype`; `sequence_parallel`, set on the weight, where Megatron looks for the gradients to sum;
+    `gradient_accumulation_fusion`, by which the backward adds dw to a float32 `main_grad`, as `accumulate_main_grad`;
     `use_cpu_initialization` and `init_model_with_meta_device` for the weight's device, without them the current CUDA
     device; `fused_residual_rmsnorm`; `batch_invariant_mode`. `persist_layer_norm` and `memory_efficient_layer_norm` are
     about LayerNorm, and have no effect.
@@ -75,6 +77,7 @@ class RMSNorm(module.RMSNorm):
             raise ValueError("config.batch_invariant_mode: expected False, got True")
         # before the base class, which resets the parameters
         self.sequence_parallel = config.sequence_parallel
+        self.adds_to_main_grad = getattr(config, "gradient_accumulation_fusion", False)
         super().__init__(
             hidden_size,
             eps,
@@ -88,9 +91,12 @@ class RMSNorm(module.RMSNorm):
         self.returns_residual = has_residual and getattr(config, "fused_residual_rmsnorm", False)
 
     def reset_parameters(self) -> None:
-        """Initialize the weight, and mark it for sequence parallelism: one that leaves the meta device is a new one."""
+        """Initialize the weight, and mark it for sequence parallelism and for its main_grad: one that leaves the meta
+        device is a new one."""
         super().reset_parameters()
         self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        if self.adds_to_main_grad:
+            main_grad.mark(self.weight, True)
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         """Normalize x.

@@ -33,8 +33,8 @@ from tilegym_rmsnorm.ops.norm.spec import (
     shape_of_rstd,
     wanted_of,
 )
-from tilegym_rmsnorm.routes import choose
-from tilegym_rmsnorm.routes.autograd import RecordedFunction, apply_of, is_recorded
+from tilegym_rmsnorm.routes import choose, main_grad
+from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording, apply_of, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls, run_and_remember
 
 
@@ -57,6 +57,14 @@ def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[Forwar
     if residual is None:
         needs = x.requires_grad, False, *[each is not None and each.requires_grad for each in (weight, bias)]
         recorded = run, gradients, needs, passes.saves_copies(x, weight)
+        if main_grad.IN_USE and main_grad.adds(weight):
+
+            def run_and_add_one(tensors: ForwardTensors) -> Any:
+                x, weight, bias, _ = tensors
+                owned = functools.partial(gradients, owner=weight)
+                return _record((run, owned, *recorded[2:]), x, weight, bias)
+
+            return run_and_add_one
 
         def run_and_record_one(tensors: ForwardTensors) -> Any:
             x, weight, bias, _ = tensors
@@ -68,21 +76,16 @@ def bind(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[Forwar
         x, residual, weight, bias = tensors
         return run((x, weight, bias, residual))
 
-    recording = passes.recording(
+    recording_of = functools.partial(
+        passes.recording,
         run_recorded,
         tensors,
         call.spec.alpha,
-        gradients,
         returned=returned,
         without_gradient=passes.sum_without_gradient,
         backward=call.backward,
     )
-
-    def run_and_record(tensors: ForwardTensors) -> Any:
-        x, weight, bias, residual = tensors
-        return _record_sum(recording, x, residual, weight, bias)
-
-    return run_and_record
+    return _recorder(_record_sum, recording_of, gradients, weight)
 
 
 def bind_with_input(tensors: ForwardTensors, call: Call, is_kept: bool) -> Callable[[ForwardTensors], Any]:
@@ -99,13 +102,28 @@ def bind_with_input(tensors: ForwardTensors, call: Call, is_kept: bool) -> Calla
         y, rstd, _ = run((x, weight, bias, None))
         return y, rstd, x
 
-    recording = passes.recording(run_with_input, tensors, 1.0, gradients, returned=itemgetter(0, 2))
+    recording_of = functools.partial(
+        passes.recording, run_with_input, tensors, 1.0, returned=itemgetter(0, 2)
+    )
+    return _recorder(_record_with_input, recording_of, gradients, weight)
+
+
+def _recorder(
+    record: Any, recording_of: Callable[..., Recording], gradients: Callable[..., Any], weight: Any
+) -> Callable[[ForwardTensors], Any]:
+    """Return a function that records a call; where weight adds to its main_grad, in a recording that holds it."""
+    recording = recording_of(gradients=gradients)
 
     def run_and_record(tensors: ForwardTensors) -> Any:
         x, weight, bias, residual = tensors
-        return _record_with_input(recording, x, residual, weight, bias)
+        return record(recording, x, residual, weight, bias)
 
-    return run_and_record
+    def run_and_add(tensors: ForwardTensors) -> Any:
+        x, weight, bias, residual = tensors
+        owned = recording_of(gradients=functools.partial(gradients, owner=weight))
+        return record(owned, x, residual, weight, bias)
+
+    return run_and_add if main_grad.IN_USE and main_grad.adds(weight) else run_and_record
 
 
 class RMSNormFunction(RecordedFunction):
@@ -151,9 +169,16 @@ def _gradients_of(
     backwards: KnownCalls | None,
     tensors: BackwardTensors,
     needs: tuple[bool, ...],
+    owner: Any = None,
 ) -> WantedGradients:
     """Compute the gradients of x, residual, weight and bias that are needed, of a backward like an earlier one without
-    checks. call, dtypes, bias_shape: of the forward. tensors: as for `gradients`."""
+    checks. call, dtypes, bias_shape: of the forward. tensors: as for `gradients`. owner: the weight whose main_grad dw
+    is added to."""
+    if owner is not None and needs[2] and (target := main_grad.target_of(owner)) is not None:
+        dtypes = *dtypes[:2], target.dtype, dtypes[3]
+        given: Any = (*tensors, target)
+        dx, d_residual, _, db = _gradients_of(call, dtypes, bias_shape, backwards, given, needs)
+        return dx, d_residual, main_grad.gradient_of(owner), db
     described = None
     if backwards is not None and not torch.is_grad_enabled() and not is_traced():
         described = passes.backward_call(tensors, needs, call.backend)
@@ -174,19 +199,20 @@ def gradients(
     backwards: KnownCalls | None,
     described: Any,
 ) -> WantedGradients:
-    """Compute the gradients that autograd asks for. tensors: x, dy, weight, rstd, d_residual_out. described: the call
-    for `backwards`.
+    """Compute the gradients that autograd asks for. tensors: x, dy, weight, rstd, d_residual_out, and a float32 tensor
+    to add dw to, if any. described: the call for `backwards`.
 
     Raises ValueError or TypeError where saved tensors differ from those of the forward, and BackendUnavailableError
     where the backend that was asked for by name cannot run them.
     """
     is_usual = wanted.dx is not None and not torch.is_grad_enabled() and not is_watched()
-    if is_usual and _are_as_saved(tensors, call):
+    saved, target = tensors[:5], tensors[5:]
+    if is_usual and _are_as_saved(saved, call):
         route, plain = choose.Route(choose.KERNELS, call), tensors
     else:
-        checked = checks.checked_saved(tensors, call, wanted)
+        checked = checks.checked_saved(saved, call, wanted)
         route = choose.route_of(checked, call.backend, wanted, is_by_autograd=True)
-        plain = checked.tensors
+        plain = *checked.tensors, *target
     if route.name == choose.KERNELS:
 
         def bind_gradients(_: bool) -> Callable[[BackwardTensors], WantedGradients]:
@@ -198,7 +224,9 @@ def gradients(
         return run_and_remember(backwards, described, tensors, plain, route.call.backward, bind_gradients)
     if wanted.dx is not None:
         compute = passes.call_backward if route.name == choose.OP else operations.gradients_of_saved
-        found = _on_rows(compute, plain, route.call, wanted)
+        found = _on_rows(compute, plain[:5], route.call, wanted)
+        for each in target:
+            each.add_(found[2])
     else:
         _, dy, weight, rstd, _ = plain
         if route.name == choose.OP:

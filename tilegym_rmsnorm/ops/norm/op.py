@@ -51,6 +51,7 @@ from tilegym_rmsnorm.routes import choose, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
 from tilegym_rmsnorm.routes.known_calls import Run, shared
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options
+from tilegym_rmsnorm.routes.main_grad import IN_USE, adds
 from tilegym_rmsnorm.routes.public_calls import PublicCalls
 from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
@@ -297,6 +298,7 @@ CALLS = PublicCalls(
     returned=passes.returned_of,
     by_operations=lambda checked: operations.norm_by_operations(checked.tensors, checked.shape, checked.spec),
     bind=lambda checked, call, is_kept: eager.bind(checked.tensors, call, is_kept),
+    adds=True,
 )
 
 
@@ -311,7 +313,7 @@ def norm_in_graph(
     normalized_shape, eps, offset, casting, alpha, residual_dtype, out_dtype = numbers
     if backend is None and traced_backends:
         backend = traced_backends[-1]
-    if not is_usual(tensors, (alpha, offset, eps), casting, backend):
+    if not is_usual(tensors, (alpha, offset, eps), casting, backend) or (IN_USE and adds(weight)):
         return None
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)

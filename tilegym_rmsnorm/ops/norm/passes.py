@@ -39,6 +39,7 @@ from tilegym_rmsnorm.ops.norm.spec import (
 )
 from tilegym_rmsnorm.routes.autograd import Recording
 from tilegym_rmsnorm.routes.known_calls import call_of, shared
+from tilegym_rmsnorm.routes.main_grad import IN_USE, is_marked
 from tilegym_rmsnorm.routes.sharding_rules import register_sharding
 
 KNOWN = shared()  # calls of `rms_norm`
@@ -69,14 +70,15 @@ def norm_call(tensors: ForwardTensors, numbers: tuple[Any, ...], backend: Any) -
 def forward_call(tensors: ForwardTensors, numbers: tuple[Any, ...], backend: Any) -> Any:
     """Describe a forward. numbers: all arguments but tensors and backend."""
     x, weight, bias, residual = tensors
-    parts = weight is None, bias is None, residual is None
+    parts = weight is None, bias is None, residual is None, len(IN_USE) and is_marked(weight)
     return call_of((x,) if residual is None else (x, residual), (weight, bias), parts, numbers, backend)
 
 
 def backward_call(tensors: BackwardTensors, others: tuple[Any, ...], backend: Any) -> Any:
-    x, dy, weight, rstd, d_residual_out = tensors
+    x, dy, weight, rstd, d_residual_out, *target = tensors
     rows = (x, dy) if d_residual_out is None else (x, dy, d_residual_out)
-    return call_of(rows, (rstd, weight), (weight is None, d_residual_out is None), others, backend)
+    parts = weight is None, d_residual_out is None, len(target)
+    return call_of(rows, (rstd, weight, *target), parts, others, backend)
 
 
 def bind_forward(tensors: ForwardTensors, call: Call) -> Callable[[ForwardTensors], Outputs]:
@@ -96,13 +98,14 @@ def bind_backward(
 ) -> Callable[[BackwardTensors], Gradients]:
     """Return a function of tensors like these that computes dx, d_residual, dw and db. dx and d_residual have x's
     shape, dw has weight's, db is (N,) or (H, N). rstd has M elements."""
-    x, dy, weight, rstd, d_residual_out = tensors
+    x, dy, weight, rstd, d_residual_out, *target = tensors
     spec: Spec = call.spec
     if x.numel() == 0:
         return lambda tensors: _gradients_of_no_rows(tensors[0], tensors[2], spec.n, wanted)
     of_x, of_dy, of_d = views_of(spec.n, spec.heads, (x, dy, d_residual_out))
     of_rstd = None if rstd.ndim == 1 and rstd.is_contiguous() else _flat
     views = [of_x, of_dy, view_of_vector(weight, spec.n, spec.heads), of_rstd, of_d]
+    views += [view_of_vector(each, spec.n, spec.heads) for each in target]
     has_shapes = of_x is None and (weight is None or weight.ndim == 1)
     return arranged(call.backward, spec, tensors, views, None if has_shapes else _shaped_gradients, wanted)
 

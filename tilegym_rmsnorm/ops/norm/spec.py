@@ -9,6 +9,8 @@ dimensions are not evenly spaced, the shape is (B, T, H, N), with a last stride 
 residual_out, dx and d_residual are new, contiguous, and have that shape too. weight, bias, dw and db are contiguous,
 (N,), or (H, N) where the weight is per-head. rstd is contiguous, (M,) with M the product of the leading dimensions,
 float32 (float64 for float64 x). spec and wanted give the dtypes of the results.
+
+A backward may get a sixth tensor, of dw's shape: it adds dw to that in place, and nobody reads the dw that it returns.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 from tilegym_rmsnorm.call.spec import Facts, Maybe, dtype_of
 
 ForwardTensors = tuple[Tensor, Maybe, Maybe, Maybe]  # x, weight, bias, residual
-BackwardTensors = tuple[Tensor, Tensor, Maybe, Tensor, Maybe]  # x, dy, weight, rstd, d_residual_out
+BackwardTensors = tuple[Any, ...]  # x, dy, weight, rstd, d_residual_out; and what dw is added to, if anything
 Outputs = tuple[Tensor, Tensor, Maybe]  # y, rstd, residual_out
 Gradients = tuple[Tensor, Maybe, Maybe, Maybe]  # dx, d_residual, dw, db, of a backend
 WantedGradients = tuple[Maybe, Maybe, Maybe, Maybe]  # the same, where dx may not be wanted

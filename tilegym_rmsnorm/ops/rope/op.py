@@ -28,6 +28,7 @@ from tilegym_rmsnorm.routes import by_library_ops, known_calls, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
 from tilegym_rmsnorm.routes.known_calls import Run
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, Tensors
+from tilegym_rmsnorm.routes.main_grad import IN_USE, adds
 from tilegym_rmsnorm.routes.public_calls import PublicCalls
 from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
@@ -192,6 +193,8 @@ def rope_in_graph(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: A
     if backend is None and traced_backends:
         backend = traced_backends[-1]
     if not is_usual(tensors[:-1], (1.0, offset, eps), casting, backend) or not 3 <= q.ndim <= 4:
+        return None
+    if IN_USE and (adds(q_weight) or adds(k_weight)):
         return None
     if positions is not None and not isinstance(positions, OfPlainType):
         return None

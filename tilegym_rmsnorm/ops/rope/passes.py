@@ -23,6 +23,7 @@ from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradient
 from tilegym_rmsnorm.ops.rope.spec import OF_K, OF_Q, RopeGradients, RopeOutputs, RopeSpec, RopeWanted
 from tilegym_rmsnorm.routes.autograd import Recording, Tensors
 from tilegym_rmsnorm.routes.known_calls import call_of
+from tilegym_rmsnorm.routes.main_grad import IN_USE, is_marked
 
 
 def known_call(tensors: Tensors, numbers: tuple[Any, ...], backend: Any, wanted: Any = 0) -> Any:
@@ -35,6 +36,8 @@ def known_call(tensors: Tensors, numbers: tuple[Any, ...], backend: Any, wanted:
         return None
     *heads, q_weight, k_weight, cos, sin, positions = tensors
     rows = *[each for each in heads if each is not None], cos, sin
+    if IN_USE and (is_marked(q_weight) or is_marked(k_weight)):
+        return None
     vectors, types = (q_weight, k_weight, positions), tuple(map(type, tensors))
     return call_of(rows, vectors, types, (wanted, numbers), backend)
 

@@ -146,13 +146,13 @@ def bind_empty(machine: Machine, rows: Tensor | None, dtype: torch.dtype | None 
 
 def bind_sum(
     machine: Machine, shape: tuple[int, ...], dtype: torch.dtype, partial_rows: int
-) -> Callable[[], tuple[Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function that allocates the gradient of a weight, and the partial rows that it is the sum of. 0: the one
-    partial row is the gradient itself."""
+    partial row is the gradient itself. It takes what the sum is added to in the gradient's place, if anything."""
     empty, of_partials = machine.empty, (partial_rows, *shape)
 
-    def allocate() -> tuple[Tensor, Tensor]:
-        total = empty(shape, dtype)
+    def allocate(target: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = empty(shape, dtype) if target is None else target.view(shape)
         return total, empty(of_partials, torch.float32) if partial_rows else total.view(1, -1)
 
     return allocate

@@ -7,6 +7,7 @@ No kernel takes some calls: by their form or width (`is_fused`, plans/rules.py),
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -40,6 +41,7 @@ from tilegym_rmsnorm.ops.norm.reference import sum_of_rows
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+ADDING = "backward that adds dw"  # in keys alone: its plan is a backward's
 OF_ROWS = ("y", "dx", "dy", "x", "rstd")  # arrays with M rows
 
 
@@ -74,10 +76,10 @@ def _forward_key(_: Machine, spec: Spec, tensors: ForwardTensors) -> tuple[Any, 
 
 
 def _backward_key(_: Machine, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> tuple[Any, ...]:
-    x, dy, weight, _, d_residual_out = tensors
-    n, op = spec.n, "dx" if wanted.dw is None else "backward"
+    x, dy, weight, _, d_residual_out, *target = tensors
+    n, op = spec.n, "dx" if wanted.dw is None else ADDING if target else "backward"
     # db beside dw, from partial rows of the same kernel; alone it is a sum of PyTorch's
-    is_beside_dw = wanted.db is not None and op == "backward" and n <= WIDEST_BIAS_ROW
+    is_beside_dw = wanted.db is not None and op != "dx" and n <= WIDEST_BIAS_ROW
     has_two = wanted.d_residual is not None  # dx and d_residual
     has_residual = d_residual_out is not None or has_two or spec.alpha != 1.0
     written = (wanted.dx, wanted.d_residual)
@@ -92,10 +94,14 @@ def _plan_of(machine: Machine, key: tuple[Any, ...]) -> Plan | None:
     """Plan calls of a key; None where no kernel takes the form. Raise KeyError for a dtype that no kernel takes,
     ValueError for a margin that leaves no SM."""
     op, n, dtype, weight_dtype, size, casting, form, *limits = key
+    op, adds = ("backward", True) if op == ADDING else (op, False)
     weight, policy = None if weight_dtype is None else NAMES[weight_dtype], Policy(*limits)
     problem = Problem(op, n, NAMES[dtype], weight, size, machine.facts, casting, policy, form=form)
     settings.sms_left(machine.facts.sm_count, policy.sm_margin)
-    return plan_for(problem) if is_fused(problem) else None
+    if not is_fused(problem):
+        return None
+    plan = plan_for(problem)
+    return dataclasses.replace(plan, adds=True) if adds else plan
 
 
 def plan_for(problem: Problem) -> Plan:
@@ -159,7 +165,7 @@ def _bind_forward(
 def _bind_backward(
     run: Launcher, spec: Spec, tensors: BackwardTensors, wanted: Wanted
 ) -> Callable[[BackwardTensors], Gradients] | None:
-    x, dy, weight, _, d_residual_out = tensors
+    x, dy, weight, _, d_residual_out, *_ = tensors
     n, plan, machine = spec.n, run.plan, run.machine
     if wanted.db is not None and not plan.problem.form.bias:
         run_alone = _bind_backward(run, spec, tensors, wanted._replace(db=None))
@@ -177,14 +183,14 @@ def _bind_backward(
     if plan.problem.op == "backward":
         # of more rows than one launch takes each part has its own
         p, shape = sizes.partial_rows if sizes else 1, (plan.columns_of_dw,)
-        p = 0 if p == 1 else p
+        p = 0 if p == 1 and not plan.adds else p
         empty_dw = bind_sum(machine, shape, wanted.dw, p)
         empty_db = None if wanted.db is None else bind_sum(machine, shape, wanted.db, p)
     alpha, numbers = spec.alpha, (1.0 / n, spec.offset, sizes.tiles_in_slab if sizes else 0)
     per_head = plan.problem.form.per_head
 
     def run_backward(tensors: BackwardTensors) -> Gradients:
-        x, dy, weight, rstd, d_residual_out = tensors
+        x, dy, weight, rstd, d_residual_out, *target = tensors
         x, dy = packed(x) if copies_x else x, packed(dy) if copies_dy else dy
         dx, d_residual, out = empty_dx(), None, () if alpha == 1.0 else (alpha,)
         if empty_d_residual is not None:
@@ -192,7 +198,7 @@ def _bind_backward(
             out = d_residual, alpha
         dw, dw_partial, db, db_partial, sums = None, no_array, None, (), ()
         if empty_dw is not None:
-            dw, dw_partial = empty_dw()
+            dw, dw_partial = empty_dw(*target)
             if empty_db is not None:
                 db, partial = empty_db()
                 db_partial, sums = (partial,), (db, partial)

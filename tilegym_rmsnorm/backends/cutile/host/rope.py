@@ -162,7 +162,7 @@ def _sum_of(run: Launcher, columns: int) -> tuple[int, Launch]:
     """Return the blocks that sum so many columns of the partial rows that a backward leaves, and their launch."""
     architecture = run.machine.facts.architecture
     step = sum_of(run.plan.first, columns, architecture)
-    constants = step.constants(columns) | {"DEPENDENT": architecture >= 90}
+    constants = step.constants(columns) | {"DEPENDENT": architecture >= 90, "ADDS": 0}
     launch, _ = bound(run.machine, step, constants, ("dw", "dw_partial", "db"))
     return step.grid(0, columns, 0, 0)[0], launch
 

@@ -30,7 +30,8 @@ class Sizes(NamedTuple):
 class Plan:
     """first: the variant of the kernel that does the work. steps: all variants in the order of their launches.
 
-    source: what chose it, for people. spills: why it is kept although its kernel spills registers.
+    source: what chose it, for people. spills: why it is kept although its kernel spills registers. adds: dw is added to
+    what dw holds, so that the sum runs for one partial row too.
     """
 
     problem: Problem
@@ -38,6 +39,7 @@ class Plan:
     steps: tuple[Variant, ...]
     source: str = ""
     spills: str = ""
+    adds: bool = False
 
     def __str__(self) -> str:
         return ", then ".join(map(str, self.steps))
@@ -48,6 +50,7 @@ class Plan:
         constants = step.constants(problem.n) | {
             "HAS_WEIGHT": problem.weight is not None,
             "HAS_DW": problem.op == "backward",
+            "ADDS": int(self.adds),
             "PER_HEAD": problem.form.per_head,
             "ROUND_XHAT": problem.casting == "llama",
             # Programmatic dependent launch came with Hopper: the next kernel's blocks start while the last of this run.
@@ -85,7 +88,7 @@ class Plan:
         for step in self.steps:
             temporaries |= step.temporaries(m)
             grids.append(self._grid(step, m, p, shares))
-        if self.problem.op == "backward" and p == 1:
+        if self.problem.op == "backward" and p == 1 and not self.adds:
             grids[-1] = None  # the one partial row is dw
         elif self.problem.op == "backward":
             temporaries["dw_partial"] = (p, self.columns_of_dw), "float32"

@@ -1,0 +1,166 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Add dw to the `main_grad` of a weight that is marked, in the place of a gradient for autograd.
+
+The mark is an attribute of the parameter. The forward reads it, and its node of autograd's graph holds the parameter,
+since hooks may replace the weight that is saved. The backward reads `main_grad`, which trainers set and replace.
+
+A trainer whose weights have `grad_added_to_main_grad`, as Megatron's, drops `.grad` where that is True. Its hooks run
+where autograd gets a gradient: so it gets zeros, and `_Watch` adds what else reaches the weight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from tilegym_rmsnorm.call import watched
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, is_plain
+from tilegym_rmsnorm.call.validation import fail
+
+MARK, FLAG = "adds_to_main_grad", "grad_added_to_main_grad"
+IN_USE: list[bool] = []  # empty until a weight is marked, so that calls of other programs look at no weight
+# Whether the running backward comes to a node. Nothing public says it. In torch 2.9 to 2.14.
+_will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+
+
+def mark(weight: Tensor, enabled: bool) -> None:
+    """Mark a parameter, or take the mark away. Raise RuntimeError where this torch cannot say what a backward runs."""
+    if enabled and _will_execute is None:
+        raise RuntimeError(f"accumulate_main_grad: torch 2.9 to 2.14 can do it, got {torch.__version__}")
+    if enabled:
+        IN_USE[:] = [True]
+        setattr(weight, MARK, True)
+    elif hasattr(weight, MARK):
+        delattr(weight, MARK)
+
+
+def is_marked(weight: Any) -> bool:
+    return getattr(weight, MARK, False)
+
+
+def adds(weight: Any) -> bool:
+    """Whether a call records that it adds dw to the weight's main_grad."""
+    return is_marked(weight) and weight.requires_grad and torch.is_grad_enabled()
+
+
+def entered(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace weights that add by tensors whose gradients are added, for calls that run another way than kernels by
+    themselves: weights of 16 bits by float32 copies, so that dw is not rounded."""
+    if watched.is_transformed() or watched.makes_graph():
+        raise RuntimeError(
+            "accumulate_main_grad: expected an eager call, got one in torch.func, forward mode or a tracer; "
+            "accumulate_main_grad(module, False) before it"
+        )
+    return tuple([_Entering.apply(each) if adds(each) else each for each in tensors])
+
+
+class _Entering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return weight.float() if weight.itemsize == 2 else weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> Tensor | None:
+        if (target := target_of(ctx.weight)) is None:
+            return dw.to(ctx.weight.dtype)
+        target.add_(dw)
+        return gradient_of(ctx.weight)
+
+
+def target_of(weight: Any) -> Tensor | None:
+    """Return the main_grad to which this backward adds; None where it has a gradient for autograd: `autograd.grad`
+    wants it, the weight has no main_grad now, or Megatron's is not float32, which its hook adds to.
+
+    Raises TypeError or ValueError for a main_grad that dw cannot be added to, RuntimeError where the sum would not be
+    all that is asked: under create_graph, or where hooks of the weight would see no gradient.
+    """
+    target = getattr(weight, "main_grad", None)
+    if target is None or not _is_accumulated(weight):
+        return None
+    name = "main_grad"
+    if type(target) not in PLAIN_TYPES:
+        fail(TypeError, name, "a torch.Tensor", type(target).__name__)
+    if target.dtype is not torch.float32:
+        if hasattr(weight, FLAG) and target.dtype is weight.dtype:
+            return None
+        fail(TypeError, name, "torch.float32", target.dtype)
+    if target.shape != weight.shape:
+        fail(ValueError, name, f"the shape of the weight, {tuple(weight.shape)}", tuple(target.shape))
+    if target.device != weight.device:
+        fail(ValueError, name, f"the device of the weight, {weight.device}", target.device)
+    if target.layout is not torch.strided or not target.is_contiguous():
+        fail(ValueError, name, "contiguous memory", f"{target.layout}, strides {target.stride()}")
+    if not is_plain(target):
+        fail(ValueError, name, "memory of its own", "none")
+    if target.requires_grad:
+        fail(ValueError, name, "requires_grad=False", True)
+    if overlaps(target, weight):
+        fail(ValueError, name, "memory of its own", "memory of the weight")
+    if torch.is_grad_enabled():
+        fail(RuntimeError, name, "a backward without create_graph", "create_graph=True")
+    hooks = weight._backward_hooks or {}
+    if any(not isinstance(each, _Watch) for each in hooks.values()):
+        fail(RuntimeError, name, "a weight without hooks, which would see no gradient", f"{len(hooks)} hooks")
+    return target
+
+
+def overlaps(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+def gradient_of(weight: Any) -> Tensor | None:
+    """Tell the trainer that dw was added, and return what autograd gets."""
+    if not hasattr(weight, FLAG):
+        return None
+    setattr(weight, FLAG, True)
+    hooks = weight._backward_hooks or {}
+    found = next((each for each in hooks.values() if isinstance(each, _Watch)), None)
+    if found is None:
+        weight.register_hook(found := _Watch(weakref.ref(weight)))
+    if (
+        weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):  # memory that outlives the graph may not be its own
+        return torch.zeros_like(weight)
+    zeros = found.zeros
+    if zeros is None or (zeros.shape, zeros.dtype, zeros.device) != (
+        weight.shape,
+        weight.dtype,
+        weight.device,
+    ):
+        found.zeros = torch.zeros_like(weight)
+    return found.zeros
+
+
+class _Watch:
+    """Hook of a weight: adds to main_grad a gradient that the trainer would drop. The zeros are kept, so autograd adds
+    nothing to them in place: a gradient that something else is part of is another tensor."""
+
+    def __init__(self, weight: weakref.ref[Any]) -> None:
+        self.weight, self.zeros = weight, None
+
+    def __call__(self, gradient: Tensor) -> None:
+        weight: Any = self.weight()
+        if gradient is self.zeros or not getattr(weight, FLAG, False) or not _is_accumulated(weight):
+            return
+        if not getattr(weight, "zero_out_wgrad", False):  # with it the trainer's hook adds the gradient
+            weight.main_grad.add_(gradient.detach())
+
+
+def _is_accumulated(weight: Tensor) -> bool:
+    """Whether the running backward leaves the weight's gradient in the weight: not where `autograd.grad` returns it, or
+    asks for others alone."""
+    try:
+        return bool(_will_execute) and _will_execute(get_gradient_edge(weight).node)
+    except RuntimeError as error:
+        if "autograd.grad()" in str(error):
+            return False
+        raise
