@@ -28,7 +28,7 @@ from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.backends.cutile.runtime import tables, toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 from tilegym_rmsnorm.ops.norm import checks as norm_checks
-from tilegym_rmsnorm.routes import known_calls
+from tilegym_rmsnorm.routes import known_calls, main_grad
 from tilegym_rmsnorm.settings import SM_MARGIN_VARIABLE, TEAMS_VARIABLE
 
 pytest_plugins = ("aten_cases", "gate_cases", "traced_norms")  # their fixtures are asked for in several files
@@ -199,6 +199,13 @@ def forget_choices() -> None:
     settings.set_teams(None)
     settings.set_sm_margin(None)
     known_calls.forget()
+
+
+@pytest.fixture
+def marks_end():
+    """Calls of later tests look at no weight again."""
+    yield
+    main_grad.IN_USE.clear()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from tilegym_rmsnorm.call.options import checked_bool
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES
@@ -48,7 +48,7 @@ def accumulate_main_grad(module: Module, enabled: bool = True) -> int:
     checked_bool("enabled", enabled)
     weights = {id(weight): weight for each in module.modules() if (weight := _weight_of(each)) is not None}
     for weight in weights.values():
-        if type(weight) is not Parameter and type(weight) not in PLAIN_TYPES:
+        if type(weight) not in PLAIN_TYPES:
             fail(TypeError, "weight", "a plain parameter", type(weight).__name__)
     for weight in weights.values():
         mark(weight, enabled)

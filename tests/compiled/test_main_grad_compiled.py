@@ -9,16 +9,9 @@ from helpers import BF16, DEVICE
 from torch import nn
 
 from tilegym_rmsnorm import RMSNorm, accumulate_main_grad, rms_norm_rope
-from tilegym_rmsnorm.routes import main_grad
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo", "marks_end")]
 N = 16
-
-
-@pytest.fixture(autouse=True)
-def in_use_here_alone():
-    yield
-    main_grad.IN_USE.clear()
 
 
 class Block(nn.Module):

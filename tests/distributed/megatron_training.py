@@ -35,6 +35,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -211,6 +212,41 @@ def transformer_engine_apart() -> dict[str, Any]:
     return {"ours": trained(model_of(config, ours)), "theirs": trained(model_of(config, local_spec(config)))}
 
 
+def main_grads() -> dict[str, Any]:
+    """main_grad of norms after two microbatches under Megatron's DDP, with and without gradient_accumulation_fusion,
+    and whether each backward said that it added. Both processes have the same data. Megatron's own layers run without
+    fusion, which is a CUDA extension."""
+    found = {}
+    layers._grad_accum_fusion_available = True
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for name, options, in_fp32 in (
+        ("float32", {}, True),
+        ("recomputed", recompute, True),
+        ("bfloat16, float32 main_grad", bf16, True),
+        ("bfloat16", bf16, False),
+    ):
+        for fusion in (False, True):
+            config = config_of(gradient_accumulation_fusion=fusion, **options)
+            model = model_of(config, with_rms_norm(local_spec(config)))
+            for module in model.modules():
+                if hasattr(module, "gradient_accumulation_fusion"):
+                    module.gradient_accumulation_fusion = False
+            how = DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32, overlap_grad_reduce=True)
+            ddp = DistributedDataParallel(config, how, model)
+            for _ in range(2):  # steps
+                ddp.zero_grad_buffer()
+                with ddp.no_sync():
+                    loss_of(ddp).backward()
+                loss_of(ddp).backward()
+                finalize_model_grads([ddp])
+            added = {each.grad_added_to_main_grad for key, each in ddp.named_parameters() if "norm" in key}
+            kept = [key for key, each in ddp.named_parameters() if each.grad is not None]
+            gradients = gradients_of(ddp, "main_grad")
+            found[f"{name}, {fusion}"] = {"added": sorted(added), "kept": kept, "gradients": gradients}
+    return found
+
+
 ALONE = (
     plain,
     from_a_layer,
@@ -240,7 +276,7 @@ def run(rank: int, store: str, out: str) -> None:
     on_cpu()
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     parallel_state.initialize_model_parallel()
-    results = {case.__name__: case() for case in ALONE[rank::2]}
+    results = {"main_grads": main_grads()} | {case.__name__: case() for case in ALONE[rank::2]}
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     for name, zero_centered in (("sequence_parallel", False), ("sequence_parallel_zero_centered", True)):

@@ -76,3 +76,18 @@ def test_tensor_parallel_with_sequence_parallel(results, name):
     assert all(first["before"][each] != second["before"][each] for each in first["before"])
     assert first["gradients"] == second["gradients"]
     assert_near(first["gradients"], plain["gradients"], 2e-6)
+
+
+@pytest.mark.parametrize("name", ["float32", "recomputed", "bfloat16, float32 main_grad", "bfloat16"])
+def test_gradient_accumulation_fusion(results, name):
+    """main_grads are those without it, but for the rounding of dw to bfloat16; Megatron's hooks ran, and left no
+    gradient. Its hook adds to a main_grad of bfloat16."""
+    found, other = (each["main_grads"] for each in results)
+    assert found == other
+    without, fused = (found[f"{name}, {fusion}"] for fusion in (False, True))
+    assert (without["added"], fused["added"]) == ([False], [name != "bfloat16"])
+    assert not without["kept"] and not fused["kept"]
+    tolerance = {"bfloat16, float32 main_grad": 2**-7, "bfloat16": 1e-9}.get(name, 2e-6)
+    assert_near(fused["gradients"], without["gradients"], tolerance)
+    if "main_grad" in name:
+        assert fused["gradients"] != without["gradients"]

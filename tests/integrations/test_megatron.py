@@ -114,6 +114,35 @@ def test_a_pair_needs_the_place_and_the_config(has_residual, is_fused):
     assert norm.returns_residual is (is_fused and has_residual is not False)
 
 
+@pytest.mark.usefixtures("marks_end")
+@pytest.mark.parametrize("returns_residual", [False, True])
+def test_gradient_accumulation_fusion(returns_residual):
+    """The weight adds dw to its main_grad, that of a weight that left the meta device too."""
+    config = config_of(gradient_accumulation_fusion=True, fused_residual_rmsnorm=True, params_dtype=BF16)
+    with torch.device("meta"):
+        norm = RMSNorm(
+            config_of(**vars(config) | {"use_cpu_initialization": True}), 8, has_residual=returns_residual
+        )
+    norm.to_empty(device=DEVICE).reset_parameters()
+    norm.weight.main_grad = torch.zeros(8, device=DEVICE)
+    exact = torch.zeros(8, dtype=torch.float64, device=DEVICE)
+    for _ in range(3):
+        x = torch.randn(5, 2, 8, dtype=BF16, device=DEVICE).requires_grad_()
+        y, dy = norm(x), torch.randn(5, 2, 8, dtype=BF16, device=DEVICE)
+        if returns_residual:
+            torch.autograd.backward(y, (dy, torch.ones_like(dy)))
+        else:
+            y.backward(dy)
+        x = x.detach().double()
+        exact += (dy * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)).sum((0, 1))
+    assert norm.weight.grad is None
+    torch.testing.assert_close(norm.weight.main_grad.double(), exact, rtol=1e-5, atol=1e-5)
+    other = RMSNorm(config_of(params_dtype=BF16), 8)
+    other.weight.main_grad = torch.zeros(8, device=DEVICE)
+    other(x.bfloat16()).sum().backward()
+    assert other.weight.grad is not None and not other.weight.main_grad.any()
+
+
 def test_the_device_of_the_weight():
     here = RMSNorm(config_of(init_model_with_meta_device=True, use_cpu_initialization=False), 8)
     assert here.weight.is_meta

@@ -21,7 +21,6 @@ from tilegym_rmsnorm.call.layout import as_rows, in_shape_of
 from tilegym_rmsnorm.ops.norm.reference import residual_sum, sum_of_rows
 from tilegym_rmsnorm.ops.norm.spec import (
     BackwardFunction,
-    BackwardTensors,
     ForwardFunction,
     ForwardTensors,
     Gradients,
@@ -81,7 +80,7 @@ def forward(kernel: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Out
 
 
 @torch.no_grad()
-def backward(kernel: BackwardFunction, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
+def backward(kernel: BackwardFunction, spec: Spec, tensors: Any, wanted: Wanted) -> Gradients:
     """Run any backward of contract.py, around a `kernel` backward."""
     x, dy, weight, rstd, d_residual_out, *target = tensors
     dtype = joint_dtype(x, weight, dy, d_residual_out)

@@ -9,6 +9,8 @@ that does everything.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,14 +18,7 @@ from tilegym_rmsnorm.call.arithmetic import joint_dtype
 from tilegym_rmsnorm.ops.norm.reference import compute_rms_norm_rstd_torch
 from tilegym_rmsnorm.ops.norm.spec import BackwardFunction, ForwardFunction, Spec, Wanted
 from tilegym_rmsnorm.ops.rope.reference import rotated, rotated_back, tables_at
-from tilegym_rmsnorm.ops.rope.spec import (
-    RopeBackwardTensors,
-    RopeGradients,
-    RopeOutputs,
-    RopeSpec,
-    RopeTensors,
-    RopeWanted,
-)
+from tilegym_rmsnorm.ops.rope.spec import RopeGradients, RopeOutputs, RopeSpec, RopeTensors, RopeWanted
 
 
 @torch.no_grad()
@@ -41,25 +36,25 @@ def forward(kernel: ForwardFunction, spec: RopeSpec, tensors: RopeTensors) -> Ro
 
 
 @torch.no_grad()
-def backward(
-    kernel: BackwardFunction, spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted
-) -> RopeGradients:
+def backward(kernel: BackwardFunction, spec: RopeSpec, tensors: Any, wanted: RopeWanted) -> RopeGradients:
     """Run any backward of contract.py, around a `kernel` backward of rms_norm."""
-    dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions = tensors
+    dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions, *targets = tensors
+    q_target, k_target = targets or (None, None)
     tables = tables_at(cos, sin, positions, spec, q.shape[:2])
 
     def gradients(
-        dy: Tensor, x: Tensor, weight: Tensor | None, dw_dtype: torch.dtype | None
+        dy: Tensor, x: Tensor, weight: Tensor | None, dw_dtype: torch.dtype | None, target: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         dn = rotated_back(dy.to(joint_dtype(x, weight, dy, tables.first_cos)), tables, spec).contiguous()
-        given = x, dn, weight, compute_rms_norm_rstd_torch(x, spec.eps), None
+        rstd = compute_rms_norm_rstd_torch(x, spec.eps)
+        given = x, dn, weight, rstd, None, *(() if target is None else (target,))
         dx, _, dw, _ = kernel(_spec_of(spec, weight), given, Wanted(x.dtype, dw=dw_dtype))
         return dx, dw
 
-    dq, dq_weight = gradients(dq_out, q, q_weight, wanted.dq_weight)
+    dq, dq_weight = gradients(dq_out, q, q_weight, wanted.dq_weight, q_target)
     if k is None or dk_out is None:
         return dq, None, dq_weight, None
-    dk, dk_weight = gradients(dk_out, k, k_weight, wanted.dk_weight)
+    dk, dk_weight = gradients(dk_out, k, k_weight, wanted.dk_weight, k_target)
     return dq, dk, dq_weight, dk_weight
 
 

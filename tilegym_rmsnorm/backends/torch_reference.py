@@ -15,8 +15,9 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.registry import register_impl
 from tilegym_rmsnorm.ops.norm.reference import forward_torch, gradients_torch
-from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import ForwardTensors, Outputs, Spec
 from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
+from tilegym_rmsnorm.ops.rope.spec import OF_BACKWARD
 
 IMPLEMENTATION = __name__
 
@@ -31,19 +32,16 @@ def _norm_forward(tensors: ForwardTensors, spec: Spec) -> Outputs:
     return y, rstd.reshape(-1), residual_out
 
 
-def _norm_backward(tensors: BackwardTensors, spec: Spec, wanted: Wanted) -> Gradients:
-    found = gradients_torch(tensors[:5], spec, wanted)
-    for target in tensors[5:]:
-        target.add_(found[2])
-    return found
-
-
-def _registered(op: Any, formula: Callable[..., Any]) -> Any:
-    """Register and return the function of an op. formula: of tensors, a spec, and of a backward what is wanted."""
+def _registered(op: Any, formula: Callable[..., Any], count: int | None = None) -> Any:
+    """Register and return the function of an op. formula: of tensors, a spec, and of a backward what is wanted. count:
+    of a backward's tensors; behind them are those that its results from the third on are added to."""
 
     @torch.no_grad()
     def run(spec: Any, tensors: Any, *wanted: Any) -> Any:
-        results = formula(tensors, spec, *wanted)
+        results = formula(tensors[:count], spec, *wanted)
+        for target, result in zip(tensors[count:] if count else (), results[2:], strict=False):
+            if target is not None:
+                target.add_(result)
         # PyTorch's operations keep the order of their input's strides.
         if isinstance(results, Tensor):
             return results.contiguous()
@@ -54,6 +52,6 @@ def _registered(op: Any, formula: Callable[..., Any]) -> Any:
 
 
 rms_norm_forward = _registered("rms_norm_forward", _norm_forward)
-rms_norm_backward = _registered("rms_norm_backward", _norm_backward)
+rms_norm_backward = _registered("rms_norm_backward", gradients_torch, 5)
 qk_norm_rope_forward = _registered("qk_norm_rope_forward", rope_forward_torch)
-qk_norm_rope_backward = _registered("qk_norm_rope_backward", rope_gradients_torch)
+qk_norm_rope_backward = _registered("qk_norm_rope_backward", rope_gradients_torch, OF_BACKWARD)

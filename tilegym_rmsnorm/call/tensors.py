@@ -139,6 +139,12 @@ def _is_aligned(n: int, x: Tensor) -> bool:
     return offsets & 15 == 0
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
 def savable(tensor: Tensor | None) -> Tensor | None:
     """Return `tensor`, or a copy of an inference tensor, which autograd refuses to save."""
     return tensor if tensor is None or not tensor.is_inference() else tensor.clone()

@@ -24,12 +24,13 @@ from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import Recording, apply_of, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run, run_and_remember
 from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, Tensors, call
+from tilegym_rmsnorm.routes.main_grad import IN_USE, adds
 
 
 def bind(
     op: LibraryOp,
     backward: LibraryOp,
-    recording: Callable[[Run, Callable[[Tensors, int], Tensors]], Recording],
+    recording: Callable[..., Recording],
     checked: Checked,
     bound: Call,
     is_kept: bool,
@@ -37,7 +38,8 @@ def bind(
     """Return a function that runs tensors like these, and records the call where autograd would. It holds no tensor.
 
     op, backward: The library ops. recording: From a function of the tensors, and one of a backward's tensors and the
-    number of what is wanted, how autograd records the call. is_kept: It runs other calls too.
+    number of what is wanted, how autograd records the call; with the tensors, it holds those that add to main_grad.
+    is_kept: It runs other calls too.
     """
     run = op.bind(checked.tensors, bound, CheckedCall(checked, bound.backend))
     if not is_recorded(*checked.tensors):
@@ -45,32 +47,54 @@ def bind(
     known, numbers = KnownCalls() if is_kept else None, bound.spec[1:]
     record = apply_of(op.node)
 
-    def gradients(given: Tensors, wanted: int) -> Tensors:
-        return _gradients(backward, known, given, (wanted, *numbers), bound.backend)
+    def gradients(given: Tensors, wanted: int, targets: Tensors = ()) -> Tensors:
+        return _gradients(backward, known, given, (wanted, *numbers), bound.backend, targets)
 
+    if IN_USE and any([adds(each) for each in checked.tensors]):
+        return lambda tensors: record(recording(run, gradients, tensors), *tensors)
     recorded = recording(run, gradients)
     return lambda tensors: record(recorded, *tensors)
 
 
 def _gradients(
-    op: LibraryOp, known: KnownCalls | None, tensors: Tensors, numbers: Options, backend: str | None
+    op: LibraryOp,
+    known: KnownCalls | None,
+    tensors: Tensors,
+    numbers: Options,
+    backend: str | None,
+    targets: Tensors = (),
 ) -> Any:
-    """Compute the gradients of an eager call, of a backward like an earlier one in `known` without checks."""
+    """Compute the gradients of an eager call, of a backward like an earlier one in `known` without checks. targets:
+    what the last results are added to, None for one that is not."""
     described = None
     if known is not None and not torch.is_grad_enabled() and not is_traced():
         described = op.known_call(tensors, numbers, backend)
+        if described is not None and targets:
+            present = [each for each in targets if each is not None]
+            described = (described[0], tuple(map(type, targets))), described[1] + present
         if (run := known.find(described)) is not None:
-            return run(tensors)
+            return run((*tensors, *targets))
     asked = op.check(*tensors, *numbers, backend)
     plain = asked.checked.tensors
     route = choose.route_of(asked.checked, asked.backend, asked.wanted, is_by_autograd=True)
-    if route.name == choose.OP:
+    if targets:
+        asked = asked._replace(wanted=asked.wanted.added_to(targets))
+    if route.name == choose.OP and not targets:
         return call(op, (*plain, *numbers, route.call.backend))
-    if route.name == choose.OPERATIONS:
-        return op.by_operations(asked)
+    if route.name != choose.KERNELS:
+        return added(targets, op.by_operations(asked))
+    given, plain = (*tensors, *targets), (*plain, *targets)
     return run_and_remember(
-        known, described, tensors, plain, route.call.backward, lambda _: op.bind(plain, route.call, asked)
+        known, described, given, plain, route.call.backward, lambda _: op.bind(plain, route.call, asked)
     )
+
+
+def added(targets: Tensors, results: Tensors) -> Tensors:
+    """Add the last results to their targets."""
+    for target, result in zip(reversed(targets), reversed(results), strict=False):
+        if target is not None:
+            target.add_(result)
+    return results
 
 
 def gradients_of_op(op: LibraryOp, tensors: Tensors, options: Options) -> Any:

@@ -20,18 +20,19 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from tilegym_rmsnorm.call import watched
-from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, is_plain
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, is_plain, overlap
 from tilegym_rmsnorm.call.validation import fail
 
 MARK, FLAG = "adds_to_main_grad", "grad_added_to_main_grad"
 IN_USE: list[bool] = []  # empty until a weight is marked, so that calls of other programs look at no weight
 # Whether the running backward comes to a node. Nothing public says it. In torch 2.9 to 2.14.
-_will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+_will_execute: Any = getattr(torch._C, "_will_engine_execute_node", None)
+IS_SUPPORTED = _will_execute is not None
 
 
 def mark(weight: Tensor, enabled: bool) -> None:
     """Mark a parameter, or take the mark away. Raise RuntimeError where this torch cannot say what a backward runs."""
-    if enabled and _will_execute is None:
+    if enabled and not IS_SUPPORTED:
         raise RuntimeError(f"accumulate_main_grad: torch 2.9 to 2.14 can do it, got {torch.__version__}")
     if enabled:
         IN_USE[:] = [True]
@@ -76,13 +77,16 @@ class _Entering(torch.autograd.Function):
 
 def target_of(weight: Any) -> Tensor | None:
     """Return the main_grad to which this backward adds; None where it has a gradient for autograd: `autograd.grad`
-    wants it, the weight has no main_grad now, or Megatron's is not float32, which its hook adds to.
+    wants it, the weight has no main_grad now, or hooks of Megatron's take `.grad` as it is meant to be. These add to a
+    main_grad of the weight's dtype, and Megatron-FSDP's overwrite one.
 
     Raises TypeError or ValueError for a main_grad that dw cannot be added to, RuntimeError where the sum would not be
     all that is asked: under create_graph, or where hooks of the weight would see no gradient.
     """
     target = getattr(weight, "main_grad", None)
     if target is None or not _is_accumulated(weight):
+        return None
+    if hasattr(weight, "__fsdp_param__") or getattr(weight, "overwrite_main_grad", False):
         return None
     name = "main_grad"
     if type(target) not in PLAIN_TYPES:
@@ -101,7 +105,7 @@ def target_of(weight: Any) -> Tensor | None:
         fail(ValueError, name, "memory of its own", "none")
     if target.requires_grad:
         fail(ValueError, name, "requires_grad=False", True)
-    if overlaps(target, weight):
+    if overlap(target, weight):
         fail(ValueError, name, "memory of its own", "memory of the weight")
     if torch.is_grad_enabled():
         fail(RuntimeError, name, "a backward without create_graph", "create_graph=True")
@@ -109,12 +113,6 @@ def target_of(weight: Any) -> Tensor | None:
     if any(not isinstance(each, _Watch) for each in hooks.values()):
         fail(RuntimeError, name, "a weight without hooks, which would see no gradient", f"{len(hooks)} hooks")
     return target
-
-
-def overlaps(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def gradient_of(weight: Any) -> Tensor | None:
@@ -145,7 +143,8 @@ class _Watch:
     nothing to them in place: a gradient that something else is part of is another tensor."""
 
     def __init__(self, weight: weakref.ref[Any]) -> None:
-        self.weight, self.zeros = weight, None
+        self.weight = weight
+        self.zeros: Tensor | None = None
 
     def __call__(self, gradient: Tensor) -> None:
         weight: Any = self.weight()
@@ -159,7 +158,7 @@ def _is_accumulated(weight: Tensor) -> bool:
     """Whether the running backward leaves the weight's gradient in the weight: not where `autograd.grad` returns it, or
     asks for others alone."""
     try:
-        return bool(_will_execute) and _will_execute(get_gradient_edge(weight).node)
+        return _will_execute(get_gradient_edge(weight).node)
     except RuntimeError as error:
         if "autograd.grad()" in str(error):
             return False

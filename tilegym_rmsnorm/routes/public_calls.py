@@ -30,7 +30,6 @@ class PublicCalls:
     # returns a function that runs tensors like these and records the call where autograd would; it holds no tensor. The
     # last argument: whether it runs other calls too.
     bind: Callable[[Checked, Call, bool], Run]
-    adds: bool = False  # whether `bind` records that dw is added to main_grad, where a weight is marked
 
 
 def run_checked(
@@ -50,7 +49,7 @@ def run_checked(
         if is_traced():
             return untraced(tensors, numbers, backend)
         is_as_given = all([one is each for one, each in zip(checked.tensors, tensors, strict=True)])
-        if not (calls.adds and route.name == choose.KERNELS and is_as_given):
+        if route.name != choose.KERNELS or not is_as_given:
             return untraced(main_grad.entered(tensors), numbers, backend)
     if route.name == choose.UNTRACED:
         return untraced(tensors, numbers, route.call.backend)

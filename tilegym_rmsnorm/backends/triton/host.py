@@ -21,6 +21,7 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.triton import interpreting, reduce
 from tilegym_rmsnorm.backends.triton.config import DW_TILE, DW_WARPS
 from tilegym_rmsnorm.backends.triton.rows import DIMENSIONS
+from tilegym_rmsnorm.call.tensors import overlap
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch
@@ -86,9 +87,12 @@ def sums(dw_width: int, *pairs: tuple[Any, Any], targets: Sequence[Any] = ()) ->
     wanted = [pair for pair in pairs if pair[1] is not None]
     if not wanted:
         return []
-    adds = sum(
-        bit for bit, (_, total) in zip((1, 2), wanted, strict=False) if any(total is each for each in targets)
-    )
+    are_targets = [any(total is each for each in targets) for _, total in wanted]
+    if len(wanted) == 2 and all(are_targets) and overlap(wanted[0][1], wanted[1][1]):
+        return [
+            each for pair in wanted for each in sums(dw_width, pair, targets=targets)
+        ]  # one after the other
+    adds = sum(1 << i for i, adds in enumerate(are_targets) if adds)
     arguments = {"ROWS": DW_TILE // dw_width, "WIDTH": dw_width, "ADDS": adds}
     for names, (partial, total) in zip(SUMS, wanted, strict=False):
         arguments |= zip(names, (partial, total, partial.shape[0], total.numel()), strict=True)

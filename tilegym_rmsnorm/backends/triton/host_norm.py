@@ -24,7 +24,7 @@ from tilegym_rmsnorm.backends.triton.config import (
     backward_config,
     forward_config,
 )
-from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import ForwardTensors, Gradients, Outputs, Spec, Wanted
 
 _form = functools.lru_cache(Form)
 _forward_config = functools.lru_cache(forward_config)
@@ -35,7 +35,7 @@ def run_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
     return launch_forward(_forward_config(spec.n), spec, tensors)
 
 
-def run_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
+def run_backward(spec: Spec, tensors: Any, wanted: Wanted) -> Gradients:
     x, _, weight, *_ = tensors
     heads, sms = _heads(weight), host.sm_count(x.device)
     config = backward_config(_count(x) // heads, spec.n, sms, heads, settings.sms_left(sms))
@@ -70,9 +70,7 @@ def _most_registers(config: ForwardConfig, tensors: ForwardTensors) -> int | Non
     return FORWARD_REGISTERS if is_narrow and is_one_tile and is_simple else None
 
 
-def launch_backward(
-    config: BackwardConfig, spec: Spec, tensors: BackwardTensors, wanted: Wanted
-) -> Gradients:
+def launch_backward(config: BackwardConfig, spec: Spec, tensors: Any, wanted: Wanted) -> Gradients:
     """A backward (spec.py of the op) by these tiles. The config of per-head weights is that of a head."""
     x, dy, weight, rstd, d_residual_out, *target = tensors
     vector = (spec.n,) if weight is None else tuple(weight.shape)

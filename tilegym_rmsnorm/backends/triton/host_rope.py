@@ -25,7 +25,7 @@ from tilegym_rmsnorm.backends.triton.config_rope import (
     rope_forward_config,
 )
 from tilegym_rmsnorm.ops.rope.spec import (
-    RopeBackwardTensors,
+    OF_BACKWARD,
     RopeGradients,
     RopeOutputs,
     RopeSpec,
@@ -51,24 +51,26 @@ def run_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
     return q_out, k_out
 
 
-def run_backward(spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted) -> RopeGradients:
-    dq_out, dk_out, q, k, *weights, _, _, _ = tensors
-    sms, (form, heads) = host.sm_count(q.device), _form_and_heads(spec, tensors[2:])
+def run_backward(spec: RopeSpec, tensors: Any, wanted: RopeWanted) -> RopeGradients:
+    own, targets = tensors[:OF_BACKWARD], tensors[OF_BACKWARD:]
+    dq_out, dk_out, q, k, *weights, _, _, _ = own
+    sms, (form, heads) = host.sm_count(q.device), _form_and_heads(spec, own[2:])
     config = rope_backward_config(form, _tokens(q), heads, sms, settings.sms_left(sms))
     dq, dk = _empty_like(q), _empty_like(k)
     dws = [
-        None if dtype is None else _empty_like(weight, dtype)
-        for weight, dtype in zip(weights, wanted, strict=True)
+        None if dtype is None else _empty_like(weight, dtype) if target is None else target
+        for weight, dtype, target in zip(weights, wanted, targets or (None, None), strict=True)
     ]
     partials = list(map(host.empty_partials, dws, (*config.walks, 0)))
-    arguments = _arguments("rope_backward", config, spec, tensors[2:], (dq, dk))
+    arguments = _arguments("rope_backward", config, spec, own[2:], (dq, dk))
     dys, align = host.rows(dq_out=dq_out, dk_out=dk_out)
     arguments |= dys | {"ALIGN": min(arguments["ALIGN"], align), "STAGES": config.num_stages}
     arguments |= {"dq_weight_partial_ptr": partials[0], "dk_weight_partial_ptr": partials[1]}
     arguments["q_programs"] = config.programs[0]
     options = host.options(config.num_warps, most_registers=BACKWARD_REGISTERS)
     launch = rope.rope, (sum(config.programs),), arguments, options
-    host.run(q.device, launch, *host.sums(config.dw_width, *zip(partials, dws, strict=True)))
+    sums = host.sums(config.dw_width, *zip(partials, dws, strict=True), targets=targets)
+    host.run(q.device, launch, *sums)
     return dq, dk, dws[0], dws[1]
 
 

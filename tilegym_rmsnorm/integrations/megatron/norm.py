@@ -77,7 +77,9 @@ class RMSNorm(module.RMSNorm):
             raise ValueError("config.batch_invariant_mode: expected False, got True")
         # before the base class, which resets the parameters
         self.sequence_parallel = config.sequence_parallel
-        self.adds_to_main_grad = getattr(config, "gradient_accumulation_fusion", False)
+        self.adds_to_main_grad = (
+            getattr(config, "gradient_accumulation_fusion", False) and main_grad.IS_SUPPORTED
+        )
         super().__init__(
             hidden_size,
             eps,

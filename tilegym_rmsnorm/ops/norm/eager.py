@@ -167,7 +167,7 @@ def _gradients_of(
     dtypes: tuple[torch.dtype | None, ...],
     bias_shape: tuple[int, ...],
     backwards: KnownCalls | None,
-    tensors: BackwardTensors,
+    tensors: Any,
     needs: tuple[bool, ...],
     owner: Any = None,
 ) -> WantedGradients:
@@ -176,8 +176,8 @@ def _gradients_of(
     is added to."""
     if owner is not None and needs[2] and (target := main_grad.target_of(owner)) is not None:
         dtypes = *dtypes[:2], target.dtype, dtypes[3]
-        given: Any = (*tensors, target)
-        dx, d_residual, _, db = _gradients_of(call, dtypes, bias_shape, backwards, given, needs)
+        tensors = (*tensors, target)
+        dx, d_residual, _, db = _gradients_of(call, dtypes, bias_shape, backwards, tensors, needs)
         return dx, d_residual, main_grad.gradient_of(owner), db
     described = None
     if backwards is not None and not torch.is_grad_enabled() and not is_traced():
@@ -191,7 +191,7 @@ def _gradients_of(
 
 
 def gradients(
-    tensors: BackwardTensors,
+    tensors: Any,
     call: Call,
     wanted: Wanted,
     needs: tuple[bool, ...],

@@ -74,7 +74,7 @@ def forward_call(tensors: ForwardTensors, numbers: tuple[Any, ...], backend: Any
     return call_of((x,) if residual is None else (x, residual), (weight, bias), parts, numbers, backend)
 
 
-def backward_call(tensors: BackwardTensors, others: tuple[Any, ...], backend: Any) -> Any:
+def backward_call(tensors: Any, others: tuple[Any, ...], backend: Any) -> Any:
     x, dy, weight, rstd, d_residual_out, *target = tensors
     rows = (x, dy) if d_residual_out is None else (x, dy, d_residual_out)
     parts = weight is None, d_residual_out is None, len(target)
@@ -93,9 +93,7 @@ def bind_forward(tensors: ForwardTensors, call: Call) -> Callable[[ForwardTensor
     return arranged(call.forward, spec, tensors, [of_x, *of_vectors, of_residual], _shaped_outputs)
 
 
-def bind_backward(
-    tensors: BackwardTensors, call: Call, wanted: Wanted
-) -> Callable[[BackwardTensors], Gradients]:
+def bind_backward(tensors: Any, call: Call, wanted: Wanted) -> Callable[[BackwardTensors], Gradients]:
     """Return a function of tensors like these that computes dx, d_residual, dw and db. dx and d_residual have x's
     shape, dw has weight's, db is (N,) or (H, N). rstd has M elements."""
     x, dy, weight, rstd, d_residual_out, *target = tensors

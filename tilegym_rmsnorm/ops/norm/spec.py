@@ -23,7 +23,7 @@ from torch import Tensor
 from tilegym_rmsnorm.call.spec import Facts, Maybe, dtype_of
 
 ForwardTensors = tuple[Tensor, Maybe, Maybe, Maybe]  # x, weight, bias, residual
-BackwardTensors = tuple[Any, ...]  # x, dy, weight, rstd, d_residual_out; and what dw is added to, if anything
+BackwardTensors = tuple[Tensor, Tensor, Maybe, Tensor, Maybe]  # x, dy, weight, rstd, d_residual_out
 Outputs = tuple[Tensor, Tensor, Maybe]  # y, rstd, residual_out
 Gradients = tuple[Tensor, Maybe, Maybe, Maybe]  # dx, d_residual, dw, db, of a backend
 WantedGradients = tuple[Maybe, Maybe, Maybe, Maybe]  # the same, where dx may not be wanted

@@ -20,10 +20,18 @@ from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import check_memory, savable
 from tilegym_rmsnorm.ops.rope.checks import names_of
 from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
-from tilegym_rmsnorm.ops.rope.spec import OF_K, OF_Q, RopeGradients, RopeOutputs, RopeSpec, RopeWanted
+from tilegym_rmsnorm.ops.rope.spec import (
+    OF_BACKWARD,
+    OF_K,
+    OF_Q,
+    RopeGradients,
+    RopeOutputs,
+    RopeSpec,
+    RopeWanted,
+)
 from tilegym_rmsnorm.routes.autograd import Recording, Tensors
 from tilegym_rmsnorm.routes.known_calls import call_of
-from tilegym_rmsnorm.routes.main_grad import IN_USE, is_marked
+from tilegym_rmsnorm.routes.main_grad import IN_USE, adds, gradient_of, is_marked, target_of
 
 
 def known_call(tensors: Tensors, numbers: tuple[Any, ...], backend: Any, wanted: Any = 0) -> Any:
@@ -36,10 +44,9 @@ def known_call(tensors: Tensors, numbers: tuple[Any, ...], backend: Any, wanted:
         return None
     *heads, q_weight, k_weight, cos, sin, positions = tensors
     rows = *[each for each in heads if each is not None], cos, sin
-    if IN_USE and (is_marked(q_weight) or is_marked(k_weight)):
-        return None
+    marks = len(IN_USE) and (is_marked(q_weight), is_marked(k_weight))
     vectors, types = (q_weight, k_weight, positions), tuple(map(type, tensors))
-    return call_of(rows, vectors, types, (wanted, numbers), backend)
+    return call_of(rows, vectors, types, (wanted, numbers, marks), backend)
 
 
 def bind_forward(tensors: Tensors, call: Call) -> Callable[[Tensors], RopeOutputs]:
@@ -54,9 +61,11 @@ def bind_backward(tensors: Tensors, call: Call, wanted: RopeWanted) -> Callable[
 def _bind(
     function: Any, by_operations: Callable[..., Any], tensors: Tensors, spec: RopeSpec, *wanted: RopeWanted
 ) -> Callable[[Tensors], Any]:
-    if any(each is not None and each.numel() == 0 for each in tensors[:-5]):  # heads without elements
-        return torch.no_grad()(lambda tensors: _copies(by_operations(tensors, spec, *wanted)))
-    return arranged(function, spec, tensors, rope_views(tensors), _shaped(tensors), *wanted)
+    own, targets = tensors[:OF_BACKWARD], tensors[OF_BACKWARD:]  # all of a forward's are its own
+    if any(each is not None and each.numel() == 0 for each in own[:-5]):  # heads without elements: 0 is added
+        return torch.no_grad()(lambda tensors: _copies(by_operations(tensors[:OF_BACKWARD], spec, *wanted)))
+    views = rope_views(own) + [None] * len(targets)
+    return arranged(function, spec, tensors, views, _shaped(tensors), *wanted)
 
 
 def rope_by_operations(tensors: Tensors, spec: RopeSpec) -> RopeOutputs:
@@ -153,10 +162,13 @@ def _view_of_positions(positions: Tensor) -> View:
     return None if not is_flat and not is_shared and is_packed(positions) else view
 
 
-def recording(run: Callable[[Tensors], Tensors], gradients: Callable[..., RopeGradients]) -> Recording:
-    """Record a call that `run` computes, and whose backward `gradients` computes from its tensors and the bits of the
-    weights whose gradients are wanted."""
-    return Recording(run, _saved, functools.partial(_gradients_of_results, gradients))
+def recording(
+    run: Callable[[Tensors], Tensors], gradients: Callable[..., RopeGradients], tensors: Tensors | None = None
+) -> Recording:
+    """Record a call that `run` computes, and whose backward `gradients` computes from its tensors, the bits of the
+    weights whose gradients are wanted, and what is added to. tensors: The call's; None: nothing is added."""
+    owners = () if tensors is None else tuple([each if adds(each) else None for each in tensors[2:4]])
+    return Recording(run, _saved, functools.partial(_gradients_of_results, gradients, owners))
 
 
 def _saved(tensors: Tensors, _: Tensors) -> Tensors:
@@ -165,6 +177,7 @@ def _saved(tensors: Tensors, _: Tensors) -> Tensors:
 
 def _gradients_of_results(
     gradients: Callable[..., RopeGradients],
+    owners: Tensors,
     saved: Callable[[], Tensors],
     results: Tensors,
     needs: tuple[bool, ...],
@@ -181,5 +194,16 @@ def _gradients_of_results(
     dq_out = torch.zeros_like(q) if dq_out is None else dq_out
     dk_out = torch.zeros_like(k) if dk_out is None and k is not None else dk_out
     bits = OF_Q * needs_of_weights[0] + OF_K * needs_of_weights[1]
-    dq, dk, *of_weights = gradients((dq_out, dk_out, *tensors), bits)
+    if not owners:
+        dq, dk, *of_weights = gradients((dq_out, dk_out, *tensors), bits)
+    else:
+        targets = [
+            target_of(owner) if owner is not None and is_needed else None
+            for owner, is_needed in zip(owners, needs_of_weights, strict=True)
+        ]
+        dq, dk, *of_weights = gradients((dq_out, dk_out, *tensors), bits, tuple(targets))
+        of_weights = [
+            returned if target is None else gradient_of(owner)
+            for returned, target, owner in zip(of_weights, targets, owners, strict=True)
+        ]
     return dq if needs_dq else None, dk if needs_dk else None, *of_weights, None, None, None

@@ -24,8 +24,10 @@ from tilegym_rmsnorm.call.spec import Facts, Maybe, dtype_of
 RopeRounding = Literal["end", "norm", "each"]  # see `qk_norm_rope`
 # q, k, q_weight, k_weight, cos, sin, positions
 RopeTensors = tuple[Tensor, Maybe, Maybe, Maybe, Tensor, Tensor, Maybe]
-# dq_out, dk_out, and the forward's
+# dq_out, dk_out, and the forward's. Behind them may be two more, to which dq_weight and dk_weight are added in place;
+# None where one is returned.
 RopeBackwardTensors = tuple[Tensor, Maybe, Tensor, Maybe, Maybe, Maybe, Tensor, Tensor, Maybe]
+OF_BACKWARD = 9  # tensors, without the last two
 RopeOutputs = tuple[Tensor, Maybe]  # q_out, k_out
 RopeGradients = tuple[Tensor, Maybe, Maybe, Maybe]  # dq, dk, dq_weight, dk_weight
 
@@ -62,6 +64,12 @@ class RopeWanted(NamedTuple):
 
     dq_weight: torch.dtype | None = None
     dk_weight: torch.dtype | None = None
+
+    def added_to(self, targets: tuple[Any, ...]) -> RopeWanted:
+        """Return the dtypes of gradients that are added to these, where they are not None."""
+        return RopeWanted(
+            *(own if each is None else each.dtype for own, each in zip(self, targets, strict=True))
+        )
 
     @property
     def why_no_backend(self) -> None:

@@ -41,7 +41,9 @@ from tilegym_rmsnorm.backends.cutile.plans.rope import (
 )
 from tilegym_rmsnorm.backends.cutile.plans.rules import sum_of
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine
+from tilegym_rmsnorm.call.tensors import overlap
 from tilegym_rmsnorm.ops.rope.spec import (
+    OF_BACKWARD,
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -53,7 +55,7 @@ from tilegym_rmsnorm.ops.rope.spec import (
 
 def problem_of(machine: Machine, spec: RopeSpec, tensors: Any, *_: RopeWanted) -> RopeProblem | None:
     """Return the problem of a forward or a backward; None where no kernel takes it."""
-    *dys, q, k, q_weight, k_weight, cos, sin, positions = tensors
+    *dys, q, k, q_weight, k_weight, cos, sin, positions = tensors[:OF_BACKWARD]
     rows = [each for each in (q, k, *dys) if each is not None]
     arrays = (*rows, cos, sin)
     if max(cos.shape) > LARGEST_STRIDE or not all(map(fits_kernels, arrays)):
@@ -84,7 +86,7 @@ def _plan_of(kind: type[RopeTiles], _: Machine, problem: RopeProblem) -> RopePla
     return plan
 
 
-def _walks_of(run: Launcher, tensors: RopeTensors) -> tuple[tuple[int, int], ...] | None:
+def _walks_of(run: Launcher, tensors: Any) -> tuple[tuple[int, int], ...] | None:
     """`RopeTiles.walks_of` for q, k and their weights."""
     q, k, *weights = tensors[:4]
     leads = lead_of(q), None if k is None else lead_of(k)
@@ -116,9 +118,10 @@ def _bind_forward(
 
 
 def _bind_backward(
-    run: Launcher, spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted
+    run: Launcher, spec: RopeSpec, tensors: Any, wanted: RopeWanted
 ) -> Callable[[RopeBackwardTensors], RopeGradients] | None:
-    q, k, q_weight, k_weight, cos, _, _ = tensors[2:]
+    q, k, q_weight, k_weight, cos, _, _ = tensors[2:OF_BACKWARD]
+    targets = tensors[OF_BACKWARD:] or (None, None)
     walks = _walks_of(run, tensors[2:])
     if walks is None:
         return None
@@ -127,22 +130,27 @@ def _bind_backward(
     empty_q, empty_k = bind_empty(run.machine, q), bind_empty(run.machine, k)
     empty_q_sum = _bind_sum(run, q_rows, q_weight, wanted.dq_weight)
     empty_k_sum = _bind_sum(run, k_rows, k_weight, wanted.dk_weight)
-    sums = (q_weight, wanted.dq_weight), (k_weight, wanted.dk_weight)
-    columns = [weight.numel() for weight, dtype in sums if weight is not None and dtype is not None]
-    launches = [_sum_of(run, each) for each in columns]
-    is_joint = len(columns) == 2 and columns[0] == columns[1]
+    of_sums = zip((q_weight, k_weight), wanted, targets, strict=True)
+    sums = [
+        (w.numel(), target is not None) for w, dtype, target in of_sums if w is not None and dtype is not None
+    ]
+    launches = [_sum_of(run, columns, adds) for columns, adds in sums]
+    is_joint = len(sums) == 2 and sums[0][0] == sums[1][0]
+    joint: Any = _sum_of(run, sums[0][0], sums[0][1] + 2 * sums[1][1]) if is_joint else None
+    both_add = all(each is not None for each in targets)
     numbers = _rows_of_batch(q, cos), 1.0 / spec.n, spec.eps, spec.offset
 
-    def run_backward(tensors: RopeBackwardTensors) -> RopeGradients:
-        dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions = tensors
+    def run_backward(tensors: Any) -> RopeGradients:
+        dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions, *targets = tensors
+        q_target, k_target = targets or (None, None)
         dq, dk = empty_q(), empty_k()
-        (dq_weight, q_partial), (dk_weight, k_partial) = made = empty_q_sum(), empty_k_sum()
+        (dq_weight, q_partial), (dk_weight, k_partial) = made = empty_q_sum(q_target), empty_k_sum(k_target)
         of_q = _present(dq, dq_out, q, q_weight, q_partial)
         of_k = _present(dk, dk_out, k, k_weight, k_partial)
         launch(grid, (of_q, of_k, q_blocks, cos, sin, _present(positions), *numbers))
         flat = [(total.view(-1), partial.flatten(1)) for total, partial in made if total is not None]
-        if is_joint:
-            (blocks, launch_sum), _ = launches
+        if is_joint and not (both_add and overlap(dq_weight, dk_weight)):
+            blocks, launch_sum = joint
             launch_sum((blocks, 2), (*flat[0], flat[1]))
         else:
             for (blocks, launch_sum), arrays in zip(launches, flat, strict=True):
@@ -158,21 +166,22 @@ BACKWARD = Description(NAMES, problem_of, functools.partial(_plan_of, BackwardRo
 
 
 @functools.cache
-def _sum_of(run: Launcher, columns: int) -> tuple[int, Launch]:
-    """Return the blocks that sum so many columns of the partial rows that a backward leaves, and their launch."""
+def _sum_of(run: Launcher, columns: int, adds: int) -> tuple[int, Launch]:
+    """Return the blocks that sum so many columns of the partial rows that a backward leaves, and their launch. adds: as
+    ADDS of `sum_partials`."""
     architecture = run.machine.facts.architecture
     step = sum_of(run.plan.first, columns, architecture)
-    constants = step.constants(columns) | {"DEPENDENT": architecture >= 90, "ADDS": 0}
+    constants = step.constants(columns) | {"DEPENDENT": architecture >= 90, "ADDS": int(adds)}
     launch, _ = bound(run.machine, step, constants, ("dw", "dw_partial", "db"))
     return step.grid(0, columns, 0, 0)[0], launch
 
 
 def _bind_sum(
     run: Launcher, p: int, weight: Tensor | None, dtype: torch.dtype | None
-) -> Callable[[], tuple[Any, Any]]:
-    """Return a function that allocates the gradient of a weight and its P partial rows, None of one not wanted."""
+) -> Callable[..., tuple[Any, Any]]:
+    """Return `bind_sum` of a weight's gradient and its P partial rows; a function of None where it is not wanted."""
     if weight is None or dtype is None:
-        return lambda: (None, None)
+        return lambda target: (None, None)
     return bind_sum(run.machine, tuple(weight.shape), dtype, p)
 
 
