@@ -129,6 +129,8 @@ def test_autograd_grad_returns_it_and_adds_nothing(way, create_graph, flag):
     torch.autograd.grad(two_uses(norm, way, x).square().sum(), x)
     two_uses(norm, way, x).square().sum().backward(inputs=[x])
     assert torch.equal(norm.weight.main_grad, before)
+    two_uses(norm, way, x).square().sum().backward(inputs=[norm.weight])
+    assert not torch.equal(norm.weight.main_grad, before)
 
 
 def test_second_derivatives_raise_before_anything_is_added():
@@ -205,9 +207,9 @@ def test_arguments():
 def test_a_torch_that_cannot_tell_refuses_the_mark(monkeypatch):
     monkeypatch.setattr(main_grad, "IS_SUPPORTED", False)
     norm = RMSNorm(N)
-    with pytest.raises(RuntimeError, match="accumulate_main_grad: torch 2.9 to 2.14 can do it, got"):
+    with pytest.raises(RuntimeError, match="accumulate_main_grad: expected torch 2.9 to 2.14, got"):
         accumulate_main_grad(norm)
-    assert not hasattr(norm.weight, main_grad.MARK) and not main_grad.IN_USE
+    assert not main_grad.is_marked(norm.weight) and not main_grad.IN_USE
 
 
 def test_dtensors_are_refused(mesh):
@@ -216,4 +218,4 @@ def test_dtensors_are_refused(mesh):
     second.weight = nn.Parameter(distribute_tensor(second.weight.detach(), mesh))
     with pytest.raises(TypeError, match="weight: expected a plain parameter, got DTensor"):
         accumulate_main_grad(nn.Sequential(first, second))
-    assert not main_grad.IN_USE and not hasattr(first.weight, main_grad.MARK)
+    assert not main_grad.IN_USE and not main_grad.is_marked(first.weight)

@@ -39,9 +39,10 @@ def _registered(op: Any, formula: Callable[..., Any], count: int | None = None) 
     @torch.no_grad()
     def run(spec: Any, tensors: Any, *wanted: Any) -> Any:
         results = formula(tensors[:count], spec, *wanted)
-        for target, result in zip(tensors[count:] if count else (), results[2:], strict=False):
-            if target is not None:
-                target.add_(result)
+        if count is not None and len(tensors) > count:
+            for target, result in zip(tensors[count:], results[2:], strict=False):
+                if target is not None:
+                    target.add_(result)
         # PyTorch's operations keep the order of their input's strides.
         if isinstance(results, Tensor):
             return results.contiguous()

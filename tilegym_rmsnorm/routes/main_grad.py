@@ -24,7 +24,9 @@ from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, is_plain, overlap
 from tilegym_rmsnorm.call.validation import fail
 
 MARK, FLAG = "adds_to_main_grad", "grad_added_to_main_grad"
-IN_USE: list[bool] = []  # empty until a weight is marked, so that calls of other programs look at no weight
+# Empty until a weight is marked, so that calls of other programs look at no weight. Longer with each change: Dynamo's
+# guards see that, and before torch 2.13 no attribute that a weight gets later.
+IN_USE: list[bool] = []
 # Whether the running backward comes to a node. Nothing public says it. In torch 2.9 to 2.14.
 _will_execute: Any = getattr(torch._C, "_will_engine_execute_node", None)
 IS_SUPPORTED = _will_execute is not None
@@ -33,12 +35,10 @@ IS_SUPPORTED = _will_execute is not None
 def mark(weight: Tensor, enabled: bool) -> None:
     """Mark a parameter, or take the mark away. Raise RuntimeError where this torch cannot say what a backward runs."""
     if enabled and not IS_SUPPORTED:
-        raise RuntimeError(f"accumulate_main_grad: torch 2.9 to 2.14 can do it, got {torch.__version__}")
-    if enabled:
-        IN_USE[:] = [True]
-        setattr(weight, MARK, True)
-    elif hasattr(weight, MARK):
-        delattr(weight, MARK)
+        fail(RuntimeError, "accumulate_main_grad", "torch 2.9 to 2.14", torch.__version__)
+    if enabled != is_marked(weight):
+        IN_USE.append(enabled)
+        setattr(weight, MARK, enabled)
 
 
 def is_marked(weight: Any) -> bool:
@@ -54,10 +54,8 @@ def entered(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace weights that add by tensors whose gradients are added, for calls that run another way than kernels by
     themselves: weights of 16 bits by float32 copies, so that dw is not rounded."""
     if watched.is_transformed() or watched.makes_graph():
-        raise RuntimeError(
-            "accumulate_main_grad: expected an eager call, got one in torch.func, forward mode or a tracer; "
-            "accumulate_main_grad(module, False) before it"
-        )
+        got = "one in torch.func, forward mode or a tracer: take the marks away before it"
+        fail(RuntimeError, "accumulate_main_grad", "an eager call", got)
     return tuple([_Entering.apply(each) if adds(each) else each for each in tensors])
 
 
@@ -124,17 +122,11 @@ def gradient_of(weight: Any) -> Tensor | None:
     found = next((each for each in hooks.values() if isinstance(each, _Watch)), None)
     if found is None:
         weight.register_hook(found := _Watch(weakref.ref(weight)))
-    if (
-        weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    ):  # memory that outlives the graph may not be its own
-        return torch.zeros_like(weight)
-    zeros = found.zeros
-    if zeros is None or (zeros.shape, zeros.dtype, zeros.device) != (
-        weight.shape,
-        weight.dtype,
-        weight.device,
-    ):
-        found.zeros = torch.zeros_like(weight)
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.zeros_like(weight)  # those that are kept may not be in the graph's memory
+    like = weight.shape, weight.dtype, weight.device
+    if found.like != like:
+        found.zeros, found.like = torch.zeros_like(weight), like
     return found.zeros
 
 
@@ -145,6 +137,7 @@ class _Watch:
     def __init__(self, weight: weakref.ref[Any]) -> None:
         self.weight = weight
         self.zeros: Tensor | None = None
+        self.like: Any = None
 
     def __call__(self, gradient: Tensor) -> None:
         weight: Any = self.weight()

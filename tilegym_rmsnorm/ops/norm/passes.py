@@ -75,10 +75,10 @@ def forward_call(tensors: ForwardTensors, numbers: tuple[Any, ...], backend: Any
 
 
 def backward_call(tensors: Any, others: tuple[Any, ...], backend: Any) -> Any:
-    x, dy, weight, rstd, d_residual_out, *target = tensors
+    x, dy, weight, rstd, d_residual_out = tensors[:5]
     rows = (x, dy) if d_residual_out is None else (x, dy, d_residual_out)
-    parts = weight is None, d_residual_out is None, len(target)
-    return call_of(rows, (rstd, weight, *target), parts, others, backend)
+    vectors = (rstd, weight) if len(tensors) == 5 else (rstd, weight, tensors[5])
+    return call_of(rows, vectors, (weight is None, d_residual_out is None, len(tensors)), others, backend)
 
 
 def bind_forward(tensors: ForwardTensors, call: Call) -> Callable[[ForwardTensors], Outputs]:
