@@ -29,7 +29,7 @@ from pipelines import ENDED, WAITED, awaits_first_end, operations
 from planning import by_rules
 from rope_cases import RopeCase, make
 
-from tilegym_rmsnorm.backends.cutile.host import rope
+from tilegym_rmsnorm.backends.cutile.host import norm, rope
 from tilegym_rmsnorm.backends.cutile.host.launcher import bind
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.kernels.pdl import NO_BLOCK, wait_for_launch_before
@@ -40,6 +40,7 @@ from tilegym_rmsnorm.backends.cutile.plans.partition import Team
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 skip_without_disassembler()
 
@@ -180,6 +181,17 @@ def test_no_kernel_touches_memory_before_the_launch_before_has_ended(tmp_path):
     assert checked == {
         name for name, kernel in KERNELS.items() if "DEPENDENT" in inspect.signature(kernel).parameters
     }
+
+
+@pytest.mark.parametrize("n", [4096, 1001])
+def test_a_sum_that_is_added_waits_for_the_rows_and_for_what_it_is_added_to(n, tmp_path):
+    machine = CompilingMachine(90, keep=tmp_path)
+    for m in (4, 4096):  # one partial row, and several
+        x, weight = meta(m, n, dtype=BF16), meta(n, dtype=BF16)
+        rstd, target = meta(m, dtype=FP32), meta(n, dtype=FP32)
+        tensors, wanted = (x, x.clone(), weight, rstd, None, target), Wanted(BF16, dw=FP32)
+        bind(norm.BACKWARD, machine, Spec(n, 0.0, 0.0, "once"), tensors, wanted)(tensors)
+        assert "sum_partials" in names_that_wait(tmp_path, (m, n))
 
 
 EVERYWHERE, WHERE_A_BLOCK_IS, SOMEWHERE, SOMEWHERE_AND_ASKED, WHERE_ASKED_AND_SOMEWHERE = range(5)

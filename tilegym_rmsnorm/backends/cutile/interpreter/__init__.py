@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Run a cuTile kernel's own Python over CPU tensors, block by block, as TRITON_INTERPRET=1 does for Triton.
 
-    launch(sum_partials, (4096 // 16,), (dw, dw_partial, (), 128, 16, 16, True))
+    launch(sum_partials, (4096 // 16,), (dw, dw_partial, (), 128, 16, 16, True, 0))
 
 pdb and pytest stop at the kernel's source lines. Faults that a GPU passes over raise here: access out of
 bounds, reading memory that nobody wrote (allocate it with `empty`), two blocks meeting at one element. So do errors
