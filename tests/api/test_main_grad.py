@@ -83,7 +83,7 @@ def test_the_sum_kernel_adds(backend, m, form, monkeypatch):
         pytest.skip("it has no kernels")
     options = {"backend": backend, **FORMS[form]}
     has_residual = options.pop("residual", False)
-    norm = norm_of(**options)
+    norm = norm_of(**options, flag=True)  # whose zeros nobody adds
     shape = (m, 3, N) if norm.heads else (m, norm.normalized_shape[0])
     y = norm(*(rows(*shape).requires_grad_() for _ in range(1 + has_residual)))
     y, before = y[0] if has_residual else y, norm.weight.main_grad.clone()
@@ -221,7 +221,9 @@ def test_each_use_adds_once(way, flag):
         assert norm.weight.grad_added_to_main_grad is True and not norm.weight.grad.any()
 
 
-def test_patched_norms_and_adapters():
+def test_patched_norms_and_adapters(monkeypatch):
+    settle_interpreters(monkeypatch)
+
     class LlamaNorm(nn.Module):
         def __init__(self):
             super().__init__()
@@ -243,6 +245,12 @@ def test_patched_norms_and_adapters():
     assert [main_grad.is_marked(each.weight) for each in model] == [True, False, True, False, False]
     for norm in (model[0], model[2]):
         norm.weight.main_grad, x = torch.zeros(N, device=DEVICE), rows(6, N, dtype=FP32)
+        accumulate_main_grad(norm, False)
+        for _ in range(3):  # known from here on
+            norm(x).sum().backward()
+        assert norm.weight.grad.any() and not norm.weight.main_grad.any()
+        accumulate_main_grad(norm)
+        norm.weight.grad = None
         for _ in range(2):
             norm(x).sum().backward()
         assert norm.weight.grad is None

@@ -45,12 +45,20 @@ def test_qk_norm_rope(backend, form, marked, length, monkeypatch):
     for each, part in zip(holder, buffer.split([each.numel() for each in holder]), strict=True):
         each.main_grad = part.view(each.shape)
     adds = [marked != "k", marked != "q" and weights[1] is not None]
-    for each, is_marked in zip(weights, adds, strict=True):
-        if is_marked:
-            main_grad.mark(each, True)
+    main_grad.IN_USE.append(True)
     tables = [torch.randn(length, d, device=DEVICE) for _ in range(2)]
     exact = [None if each is None else torch.zeros_like(each, dtype=FP64) for each in weights]
-    for _ in range(3):
+    for step in range(4):
+        for each, is_marked in zip(
+            weights, adds, strict=True
+        ):  # the first two steps, which are known, without marks
+            if is_marked and step == 2:
+                main_grad.mark(each, True)
+        if step == 2:
+            assert not buffer.any()
+            exact = [None if each is None else torch.zeros_like(each) for each in exact]
+            for each in holder:
+                each.grad = None
         q, k = (None if each is None else rows(2, length, each, d) for each in heads)
         given = (q, k, *weights, *tables) if k is not None else (q, weights[0], *tables)
         function = qk_norm_rope if k is not None else rms_norm_rope
@@ -110,3 +118,14 @@ def test_qk_norm_rope_where_no_kernel_adds(way):
     for one, other in zip(weights, exact, strict=True):
         assert one.grad is None
         torch.testing.assert_close(one.main_grad.double(), other.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_triton_adds_one_after_the_other_where_main_grads_overlap():
+    """Its interpreter runs no two programs at once, so nothing else would show."""
+    pytest.importorskip("triton")
+    from tilegym_rmsnorm.backends.triton import host
+
+    buffer, partial = torch.zeros(32), torch.zeros(3, 16)
+    for second, count in ((buffer[16:], 1), (buffer[:16], 2), (buffer[8:24], 2)):
+        targets = buffer[:16], second
+        assert len(host.sums(16, (partial, targets[0]), (partial, second), targets=targets)) == count
