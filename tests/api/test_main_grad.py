@@ -260,6 +260,31 @@ def test_patched_norms_and_adapters(monkeypatch):
         assert_added(norm.weight.main_grad, torch.zeros(N, device=DEVICE), [exact, exact], 12)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_weight_that_the_checks_replace(dtype):
+    """As autocast casts it on a GPU, they resolve a pending negation."""
+    norm = norm_of(dtype=dtype)
+    before = norm.weight.main_grad
+    norm.weight = nn.Parameter(torch._neg_view(norm.weight.detach()))
+    accumulate_main_grad(norm)
+    norm.weight.main_grad, before = before, before.clone()
+    x, dy = rows(5, N), rows(5, N)
+    norm(x).backward(dy)
+    assert norm.weight.is_neg() and norm.weight.grad is None
+    assert_added(norm.weight.main_grad, before, [exact_dw(x, dy)], 5)
+
+
+def test_an_x_that_the_checks_replace_leaves_the_sum_to_the_kernel(backend, monkeypatch):
+    if backend == "torch":
+        pytest.skip("it has no kernels")
+    norm = norm_of(backend=backend)
+    x, before = rows(5, N), norm.weight.main_grad.clone()
+    y = norm(torch._neg_view(x))
+    monkeypatch.setattr(Tensor, "add_", None)
+    y.backward(torch.ones_like(y))
+    assert_added(norm.weight.main_grad, before, [-exact_dw(x, torch.ones_like(x))], 5)
+
+
 def test_saved_weights_that_a_hook_replaces():
     """The parameter is held by the backward itself."""
     norm = norm_of()

@@ -58,6 +58,18 @@ def test_microbatches(backend, m, n, dtype, residual, monkeypatch):
         assert torch.equal(norm.weight.main_grad, in_order)
 
 
+def test_autocast(backend):
+    """It casts the weight: a float32 copy has the gradient, which is added."""
+    norm = norm_of(1024, backend=backend)
+    before, x = norm.weight.main_grad.clone(), rows(64, 1024)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = norm(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    assert norm.weight.grad is None
+    assert_added(norm.weight.main_grad, before, [exact_dw(x, dy)], 36)
+
+
 @pytest.mark.parametrize("heads", [8, None])
 def test_heads(backend, heads):
     """A weight of each head, and one for all."""

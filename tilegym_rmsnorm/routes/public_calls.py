@@ -48,8 +48,10 @@ def run_checked(
     if main_grad.IN_USE and any([main_grad.adds(each) for each in tensors]):
         if is_traced():
             return untraced(tensors, numbers, backend)
-        is_as_given = all([one is each for one, each in zip(checked.tensors, tensors, strict=True)])
-        if route.name != choose.KERNELS or not is_as_given:
+        pairs = zip(checked.tensors, tensors, strict=True)
+        # autocast may have cast it
+        are_given = all([one is each for one, each in pairs if main_grad.adds(each)])
+        if route.name != choose.KERNELS or not are_given:
             return untraced(main_grad.entered(tensors), numbers, backend)
     if route.name == choose.UNTRACED:
         return untraced(tensors, numbers, route.call.backend)

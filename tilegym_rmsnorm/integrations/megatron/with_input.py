@@ -21,6 +21,7 @@ from tilegym_rmsnorm.ops.norm.passes import norm_call
 from tilegym_rmsnorm.routes.autograd import is_recorded
 from tilegym_rmsnorm.routes.choose import KERNELS, route_of
 from tilegym_rmsnorm.routes.known_calls import run_and_remember, shared
+from tilegym_rmsnorm.routes.main_grad import adds
 from tilegym_rmsnorm.settings import BackendName
 
 _KNOWN = shared()
@@ -48,7 +49,8 @@ def norm_with_input(
         if not has_torch_function(*tensors):
             checked = checks.checked_forward(*tensors, *numbers)
             route = route_of(checked, backend, is_differentiable=True)
-            if route.name == KERNELS and checked.tensors[0] is x and checked.tensors[1] is weight:
+            is_added = adds(weight) and checked.tensors[1] is not weight  # to a copy, by `rms_norm`
+            if route.name == KERNELS and checked.tensors[0] is x and not is_added:
                 return run_and_remember(
                     _KNOWN,
                     described,
