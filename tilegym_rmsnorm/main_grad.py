@@ -33,7 +33,7 @@ def accumulate_main_grad(module: Module, enabled: bool = True) -> int:
         enabled: False takes the marks away.
 
     Returns:
-        The number of weights that were marked, or no longer are.
+        The number of weights that it found.
 
     Raises:
         TypeError: module is no `torch.nn.Module`, enabled is no bool, or a weight is a DTensor or another subclass. No
@@ -59,8 +59,7 @@ def _weight_of(norm: Module) -> torch.Tensor | None:
     """Return the parameter that a norm of ours multiplies by."""
     patch = getattr(type(norm), "patched_from", (None, None))[1]
     match = getattr(patch, "match", None)
-    if match is None and not any(
-        each.__module__.startswith("tilegym_rmsnorm") for each in type(norm).__mro__
-    ):
+    packages = [each.__module__.partition(".")[0] for each in type(norm).__mro__]
+    if match is None and "tilegym_rmsnorm" not in packages:
         return None
     return norm._parameters.get("weight" if match is None else match.weight)

@@ -312,6 +312,15 @@ def test_batch_size_eps_offset_and_stride_compile_nothing(n, compiled_by):
     assert compiled[0] and not any(compiled[1:])
 
 
+@pytest.mark.parametrize("bias_dtype", [None, "bfloat16"])
+def test_a_sum_that_is_added_is_a_kernel_of_its_own(bias_dtype, compiled_by):
+    """Other calls compile what they compiled."""
+    call = {"N": 1000, "dtype": "bfloat16", "weight_dtype": "bfloat16", "bias_dtype": bias_dtype}
+    first, added, again = compiled_by(90, [call, {**call, "adds": True}, call])
+    assert "sum_partials" in {each["name"] for each in first}
+    assert [each["name"] for each in added] == ["sum_partials"] and not again
+
+
 @pytest.mark.xfail(
     TRITON < (3, 6),
     reason="tl.sqrt_rn of Triton 3.5 is sqrt.rn.ftz: docs/limits.md says the range",

@@ -103,8 +103,9 @@ def run(
     alpha: float = 1.0,
     bias_dtype: str | None = None,
     is_per_head: bool = False,
+    adds: bool = False,
 ) -> None:
-    """A forward and a backward with all gradients, of M rows or of `heads`, (B, T, H).
+    """A forward and a backward with all gradients, of M rows or of `heads`, (B, T, H). adds: dw is added to float32.
 
     Rows of heads lie as in q of (B, T, 3, H, N), and those of dy as in (B, H, T, N), unless `strides` says it for both.
     """
@@ -124,7 +125,8 @@ def run(
     shared = residual is None or (alpha == 1 and residual.dtype == x.dtype)
     dtypes = x.dtype, None if shared else residual.dtype, _dtype(weight_dtype), _dtype(bias_dtype)
     normalized = x if residual is None else residual_out
-    launch.rms_norm_backward(spec, (normalized, dy, weight, rstd, residual_out), Wanted(*dtypes))
+    target = (torch.empty(vector, dtype=torch.float32),) if adds else ()
+    launch.rms_norm_backward(spec, (normalized, dy, weight, rstd, residual_out, *target), Wanted(*dtypes))
 
 
 def run_rope(case: RopeCase) -> None:

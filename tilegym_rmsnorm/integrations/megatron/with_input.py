@@ -49,8 +49,8 @@ def norm_with_input(
         if not has_torch_function(*tensors):
             checked = checks.checked_forward(*tensors, *numbers)
             route = route_of(checked, backend, is_differentiable=True)
-            is_added = adds(weight) and checked.tensors[1] is not weight  # to a copy, by `rms_norm`
-            if route.name == KERNELS and checked.tensors[0] is x and not is_added:
+            is_copied = adds(weight) and checked.tensors[1] is not weight  # then `rms_norm` adds dw
+            if route.name == KERNELS and checked.tensors[0] is x and not is_copied:
                 return run_and_remember(
                     _KNOWN,
                     described,
