@@ -24,7 +24,7 @@ from bench.providers.peers import ALL_PROVIDERS
 from bench.report import curves, device_time, html_report, overview, pictures, plots, readme, widths
 from bench.report import tables as report
 from bench.report.styles import OTHER, STYLES
-from bench.studies import one_launch_or_two, rope, traced
+from bench.studies import one_launch_or_two, rope, torchtitan, traced
 
 
 def make_grid(**changes):
@@ -148,7 +148,9 @@ def test_the_pages_show_what_is_kept(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "study", [one_launch_or_two, rope, traced], ids=lambda study: study.__name__.rpartition(".")[2]
+    "study",
+    [one_launch_or_two, rope, torchtitan, traced],
+    ids=lambda study: study.__name__.rpartition(".")[2],
 )
 def test_the_pages_of_studies_show_what_is_kept(study, tmp_path):
     kept, page = study.PAGE.read_text(), tmp_path / "page.md"
