@@ -24,9 +24,9 @@ def accumulate_main_grad(module: Module, enabled: bool = True) -> int:
     returns it, and adds nothing.
 
     The norms are `RMSNorm`, those of the adapters, and those that `patch_model` patched. The mark is an attribute of
-    the parameter: a parameter that takes its place, a copy or one of FSDP's, is not marked. A bias has a gradient as
-    before. Calls that no kernel takes add by an operation of PyTorch's. `torch.compile` breaks its graph at a call that
-    adds.
+    the parameter: a parameter that takes its place, a deepcopy or one of FSDP's, is not marked. A bias has a gradient
+    as before. Calls that no kernel takes add by an operation of PyTorch's. `torch.compile` breaks its graph at a call
+    that adds.
 
     Args:
         module: A norm, or a module that holds some.
@@ -41,7 +41,8 @@ def accumulate_main_grad(module: Module, enabled: bool = True) -> int:
         ValueError: In a backward: main_grad has another shape, device or layout, requires grad, or has memory of the
             weight.
         RuntimeError: This release of torch cannot say what a backward runs. In a forward: a transform of torch.func or
-            a tracer sees the call. In a backward: create_graph, or hooks of the weight. Nothing is added then.
+            a tracer sees the call. In a backward: create_graph, compiled autograd, or hooks of the weight.
+            Nothing is added then.
     """
     if not isinstance(module, Module):
         fail(TypeError, "module", "a torch.nn.Module", type(module).__name__)

@@ -4,13 +4,16 @@
 """`accumulate_main_grad`: dw goes to a float32 main_grad, in every form and by every backend, once for each use of the
 weight."""
 
+import contextlib
 import copy
+import io
 
 import pytest
 import torch
 from helpers import BF16, DEVICE, FP32, FP64, settle_interpreters, why_skip
 from main_grads import N, assert_added, exact_dw, norm_of, rows, two_uses
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tilegym_rmsnorm import accumulate_main_grad, patch_model, rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.backends import around_kernels
@@ -204,6 +207,31 @@ def test_a_mark_counts_as_the_forward_found_it():
     before = norm.weight.main_grad.clone()
     y.sum().backward()
     assert norm.weight.grad is not None and torch.equal(norm.weight.main_grad, before)
+
+
+def test_a_module_that_was_pickled_adds_when_asked():
+    """Its weights come with their marks, into a process that knows of none."""
+    file = io.BytesIO()
+    torch.save(norm_of(), file)
+    file.seek(0)
+    main_grad.IN_USE.clear()
+    norm = torch.load(file, weights_only=False)
+    before, x = norm.weight.main_grad.clone(), rows(4, N)
+    assert accumulate_main_grad(norm) == 1
+    norm(x).sum().backward()
+    assert norm.weight.grad is None
+    assert_added(norm.weight.main_grad, before, [exact_dw(x, torch.ones_like(x))], 4)
+
+
+@pytest.mark.parametrize("way", ["plain", "dispatch mode"])
+def test_a_backward_in_inference_mode_adds(way):
+    norm = norm_of()
+    before, x, dy = norm.weight.main_grad.clone(), rows(4, N), rows(4, N)
+    with FlopCounterMode(display=False) if way == "dispatch mode" else contextlib.nullcontext():
+        y = norm(x)
+    with torch.inference_mode():
+        y.backward(dy)
+    assert_added(norm.weight.main_grad, before, [exact_dw(x, dy)], 4)
 
 
 @pytest.mark.parametrize("flag", [False, True])

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from helpers import BF16, DEVICE, FP32, FP64, settle_interpreters
 from main_grads import N, assert_added, exact_dw, norm_of, rows, two_uses
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -68,6 +69,14 @@ def test_a_wrong_main_grad_raises_before_a_launch(what, is_kernel, monkeypatch):
         y.sum().backward()
     if isinstance(norm.weight.main_grad, Tensor) and norm.weight.main_grad.is_cpu and what != "sparse":
         assert not norm.weight.main_grad.any()
+
+
+def test_a_main_grad_that_backends_would_copy_raises():
+    """Of one element: PyTorch calls it contiguous with any stride."""
+    norm = norm_of(1)
+    norm.weight.main_grad = torch.zeros(5, device=DEVICE)[::5]
+    with pytest.raises(ValueError, match=r"main_grad: expected contiguous memory, got .*\(5,\)"):
+        norm(rows(7, 1)).sum().backward()
 
 
 @pytest.mark.parametrize("zero_out", [False, True])
@@ -144,6 +153,17 @@ def test_second_derivatives_raise_before_anything_is_added():
     assert torch.equal(norm.weight.main_grad, before) and norm.weight.grad is None
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_autograd_raises():
+    """The hook that adds what else reaches the weight would not run in it."""
+    norm = norm_of(dtype=FP32, flag=True)
+    before, loss = norm.weight.main_grad.clone(), norm(rows(5, N, dtype=FP32)).sum() + norm.weight.sum()
+    with pytest.raises(RuntimeError, match="main_grad: expected a backward without compiled autograd"):
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+    assert torch.equal(norm.weight.main_grad, before)
+
+
 def test_hooks_of_the_weight_raise():
     """They would see zeros, or nothing: one that clips changed no gradient."""
     norm = norm_of()
@@ -181,6 +201,17 @@ def test_without_grad_marks_count_for_nothing():
     norm.weight.requires_grad_(False)
     norm(x.requires_grad_()).sum().backward()
     assert x.grad is not None and norm.weight.grad is None
+
+
+@pytest.mark.parametrize("way", ["plain", "dispatch mode"])
+def test_a_weight_that_is_frozen_before_the_backward_gets_nothing(way):
+    """As from PyTorch's operations."""
+    norm = norm_of()
+    before, x = norm.weight.main_grad.clone(), rows(4, N).requires_grad_()
+    y = two_uses(norm, way, x)
+    norm.weight.requires_grad_(False)
+    y.sum().backward()
+    assert x.grad is not None and norm.weight.grad is None and torch.equal(norm.weight.main_grad, before)
 
 
 @pytest.mark.parametrize("flag", [False, True])

@@ -68,6 +68,12 @@ def is_watched() -> bool:
     )
 
 
+def is_in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs or traces this backward. Nothing public says it."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(module, "in_compiled_autograd_region", False)
+
+
 def is_profiled() -> bool:
     """Whether a profiler is on. An `ExecutionTraceObserver` alone is none."""
     return profiler._is_profiler_enabled or torch.autograd._profiler_enabled()

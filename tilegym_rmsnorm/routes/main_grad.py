@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from tilegym_rmsnorm.call import watched
+from tilegym_rmsnorm.call.layout import is_packed
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, is_plain, overlap
 from tilegym_rmsnorm.call.validation import fail
 
@@ -36,7 +37,7 @@ def mark(weight: Tensor, enabled: bool) -> None:
     """Mark a parameter, or take the mark away. Raise RuntimeError where this torch cannot say what a backward runs."""
     if enabled and not IS_SUPPORTED:
         fail(RuntimeError, "accumulate_main_grad", "torch 2.9 to 2.14", torch.__version__)
-    if enabled != is_marked(weight):
+    if enabled != is_marked(weight) or (enabled and not IN_USE):  # a pickled weight comes with its mark
         IN_USE.append(enabled)
         setattr(weight, MARK, enabled)
 
@@ -79,7 +80,7 @@ def target_of(weight: Any) -> Tensor | None:
     main_grad of the weight's dtype, and Megatron-FSDP's overwrite one.
 
     Raises TypeError or ValueError for a main_grad that dw cannot be added to, RuntimeError where the sum would not be
-    all that is asked: under create_graph, or where hooks of the weight would see no gradient.
+    all that is asked: under create_graph or compiled autograd, or where hooks of the weight would see no gradient.
     """
     target = getattr(weight, "main_grad", None)
     if target is None or not _is_accumulated(weight):
@@ -97,7 +98,8 @@ def target_of(weight: Any) -> Tensor | None:
         fail(ValueError, name, f"the shape of the weight, {tuple(weight.shape)}", tuple(target.shape))
     if target.device != weight.device:
         fail(ValueError, name, f"the device of the weight, {weight.device}", target.device)
-    if target.layout is not torch.strided or not target.is_contiguous():
+    # A dimension of extent 1 is contiguous with any stride, and a backend would get a copy.
+    if target.layout is not torch.strided or not is_packed(target):
         fail(ValueError, name, "contiguous memory", f"{target.layout}, strides {target.stride()}")
     if not is_plain(target):
         fail(ValueError, name, "memory of its own", "none")
@@ -107,6 +109,8 @@ def target_of(weight: Any) -> Tensor | None:
         fail(ValueError, name, "memory of its own", "memory of the weight")
     if torch.is_grad_enabled():
         fail(RuntimeError, name, "a backward without create_graph", "create_graph=True")
+    if watched.is_in_compiled_autograd():  # it does not see `_Watch` in the backward that registers it
+        fail(RuntimeError, name, "a backward without compiled autograd", "one with it")
     hooks = weight._backward_hooks or {}
     if any(not isinstance(each, _Watch) for each in hooks.values()):
         fail(RuntimeError, name, "a weight without hooks, which would see no gradient", f"{len(hooks)} hooks")
@@ -149,9 +153,13 @@ class _Watch:
 
 def _is_accumulated(weight: Tensor) -> bool:
     """Whether the running backward leaves the weight's gradient in the weight: not where `autograd.grad` returns it, or
-    asks for others alone."""
+    asks for others alone, or the weight was frozen since the forward."""
+    if not weight.requires_grad:
+        return False
     try:
-        return _will_execute(get_gradient_edge(weight).node)
+        with torch.inference_mode(False):  # in that mode a view, by which PyTorch finds the node, has none
+            node = get_gradient_edge(weight).node
+        return _will_execute(node)
     except RuntimeError as error:
         if "autograd.grad()" in str(error):
             return False
