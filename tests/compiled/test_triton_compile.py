@@ -121,6 +121,20 @@ def test_registers_of_a_forward_leave_room_for_its_programs(options, compiled_by
         assert forward["registers"] <= least and forward["stack"] == 0, (call, forward)
 
 
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [
+        (72, {"residual_out_dtype": "float32", "alpha": 0.5}),
+        (1024, {"residual_out_dtype": "bfloat16", "row_stride": 1025, "casting": "llama"}),
+    ],
+)
+def test_a_forward_that_needs_more_registers_gets_them(n, options, compiled_by):
+    call = {"N": n, "dtype": "bfloat16", "weight_dtype": "bfloat16", "residual_dtype": "bfloat16", **options}
+    (kernels,) = compiled_by(90, [call])
+    (forward,) = [each for each in kernels if each["name"] == "forward_rows"]
+    assert forward["stack"] == 0, forward
+
+
 RESIDUAL = {"residual_dtype": "bfloat16", "residual_out_dtype": "bfloat16"}
 MIXED = {"residual_dtype": "float32", "residual_out_dtype": "float32", "alpha": 0.5}
 # What a call may have beside x and a weight, and the widths it is compiled for

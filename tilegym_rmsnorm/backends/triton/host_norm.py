@@ -55,18 +55,21 @@ def launch_forward(config: ForwardConfig, spec: Spec, tensors: ForwardTensors) -
         residual_out = host.empty(x, x.shape, spec.residual_dtype)
         arguments |= {"residual_out_ptr": residual_out, "alpha": spec.alpha}
     grid = (triton.cdiv(M // heads, config.tile.rows) * heads,)
-    options = host.options(config.num_warps, most_registers=_most_registers(config, tensors))
+    limit = _most_registers(config, spec, tensors, arguments["ALIGN"])
+    options = host.options(config.num_warps, most_registers=limit)
     host.run(x.device, (forward.forward, grid, arguments, options))
     return y, rstd, residual_out
 
 
-def _most_registers(config: ForwardConfig, tensors: ForwardTensors) -> int | None:
-    """Limit the registers of a forward's thread, where it spills nothing by that on any GPU. Weights in float32, biases
-    and places of heads take more. Rows of several tiles take 32 by themselves."""
+def _most_registers(config: ForwardConfig, spec: Spec, tensors: ForwardTensors, align: int) -> int | None:
+    """Limit the registers of a forward's thread, where it spills nothing by that on any GPU. Arrays in float32, biases,
+    places of heads and rows that begin anywhere take more. Rows of several tiles take 32 by themselves."""
     x, _, bias, _ = tensors
-    is_narrow = all(each is None or each.dtype.itemsize == 2 for each in tensors)
+    dtypes = [each.dtype for each in tensors if each is not None]
+    dtypes += [each for each in (spec.y_dtype, spec.residual_dtype) if each is not None]
+    is_narrow = all(each.itemsize == 2 for each in dtypes)
     is_one_tile = config.tile.tiles == config.tile.strips == 1 and x.shape[-1] <= FORWARD_LIMITED
-    is_simple = bias is None and x.ndim == 2 and x.shape[-1] % 8 == 0
+    is_simple = bias is None and x.ndim == 2 and x.shape[-1] % 8 == align % 8 == 0
     return FORWARD_REGISTERS if is_narrow and is_one_tile and is_simple else None
 
 
