@@ -15,7 +15,7 @@ from main_grads import N, assert_added, exact_dw, norm_of, rows, two_uses
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilegym_rmsnorm import accumulate_main_grad, patch_model, rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm import accumulate_main_grad, patch_model, rms_norm, rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.integrations.liger import LigerRMSNorm
 from tilegym_rmsnorm.routes import main_grad
@@ -232,6 +232,17 @@ def test_a_backward_in_inference_mode_adds(way):
     with torch.inference_mode():
         y.backward(dy)
     assert_added(norm.weight.main_grad, before, [exact_dw(x, dy)], 4)
+
+
+@pytest.mark.parametrize("place", ["x", "bias"])
+@pytest.mark.parametrize("way", ["plain", "dispatch mode"])
+def test_a_marked_weight_in_another_place_has_a_gradient(way, place):
+    weight = norm_of().weight
+    before, given = weight.main_grad.clone(), {place: weight}
+    with FlopCounterMode(display=False) if way == "dispatch mode" else contextlib.nullcontext():
+        y = rms_norm(given.get("x", rows(3, N)), N, nn.Parameter(rows(N)), bias=given.get("bias"))
+    y.square().sum().backward()
+    assert y.dtype is BF16 and weight.grad.any() and torch.equal(weight.main_grad, before)
 
 
 @pytest.mark.parametrize("flag", [False, True])

@@ -51,13 +51,15 @@ def adds(weight: Any) -> bool:
     return is_marked(weight) and weight.requires_grad and torch.is_grad_enabled()
 
 
-def entered(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+def entered(tensors: tuple[Any, ...], weights: slice) -> tuple[Any, ...]:
     """Replace weights that add by tensors whose gradients are added, for calls that run another way than kernels by
-    themselves: weights of 16 bits by float32 copies, so that dw is not rounded."""
+    themselves: weights of 16 bits by float32 copies, so that dw is not rounded. weights: their places."""
     if watched.is_transformed() or watched.makes_graph():
         got = "one in torch.func, forward mode or a tracer: take the marks away before it"
         fail(RuntimeError, "accumulate_main_grad", "an eager call", got)
-    return tuple([_Entering.apply(each) if adds(each) else each for each in tensors])
+    given = list(tensors)
+    given[weights] = [_Entering.apply(each) if adds(each) else each for each in tensors[weights]]
+    return tuple(given)
 
 
 class _Entering(torch.autograd.Function):

@@ -30,6 +30,7 @@ class PublicCalls:
     # returns a function that runs tensors like these and records the call where autograd would; it holds no tensor. The
     # last argument: whether it runs other calls too.
     bind: Callable[[Checked, Call, bool], Run]
+    weights: slice  # the tensors whose gradients main_grad may get
 
 
 def run_checked(
@@ -45,14 +46,14 @@ def run_checked(
     gave them. described: the call, for `known`; None: it cannot be known, as while Dynamo traces. untraced: runs it
     outside of a graph, given these three."""
     route = choose.route_of(checked, backend, is_differentiable=True)
-    if main_grad.IN_USE and any([main_grad.adds(each) for each in tensors]):
+    if main_grad.IN_USE and any([main_grad.adds(each) for each in tensors[calls.weights]]):
         if is_traced():
             return untraced(tensors, numbers, backend)
-        pairs = zip(checked.tensors, tensors, strict=True)
+        pairs = zip(checked.tensors[calls.weights], tensors[calls.weights], strict=True)
         # autocast may have cast it
         are_given = all([one is each for one, each in pairs if main_grad.adds(each)])
         if route.name != choose.KERNELS or not are_given:
-            return untraced(main_grad.entered(tensors), numbers, backend)
+            return untraced(main_grad.entered(tensors, calls.weights), numbers, backend)
     if route.name == choose.UNTRACED:
         return untraced(tensors, numbers, route.call.backend)
     if route.name == choose.OPERATIONS:

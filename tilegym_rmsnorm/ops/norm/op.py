@@ -298,6 +298,7 @@ CALLS = PublicCalls(
     returned=passes.returned_of,
     by_operations=lambda checked: operations.norm_by_operations(checked.tensors, checked.shape, checked.spec),
     bind=lambda checked, call, is_kept: eager.bind(checked.tensors, call, is_kept),
+    weights=slice(1, 2),
 )
 
 

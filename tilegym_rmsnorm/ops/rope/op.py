@@ -182,6 +182,7 @@ CALLS = PublicCalls(
     returned=lambda tensors: _same,
     by_operations=_by_operations,
     bind=functools.partial(by_library_ops.bind, FORWARD_OP, BACKWARD_OP, passes.recording),
+    weights=slice(2, 4),
 )
 
 
