@@ -42,7 +42,7 @@ def accumulate_main_grad(module: Module, enabled: bool = True) -> int:
             weight.
         RuntimeError: This release of torch cannot say what a backward runs. In a forward: a transform of torch.func or
             a tracer sees the call. In a backward: create_graph, compiled autograd, or hooks of the weight.
-            Nothing is added then.
+            Nothing is added to that weight then.
     """
     if not isinstance(module, Module):
         fail(TypeError, "module", "a torch.nn.Module", type(module).__name__)
