@@ -38,8 +38,8 @@ def accumulate_main_grad(module: Module, enabled: bool = True) -> int:
     Raises:
         TypeError: module is no `torch.nn.Module`, enabled is no bool, or a weight is a DTensor or another subclass. No
             mark is changed. In a backward: main_grad is no plain float32 tensor.
-        ValueError: In a backward: main_grad has another shape, device or layout, requires grad, or has memory of the
-            weight.
+        ValueError: module has no weight of such a norm. In a backward: main_grad has another shape, device or layout,
+            requires grad, or has memory of the weight.
         RuntimeError: This release of torch cannot say what a backward runs. In a forward: a transform of torch.func or
             a tracer sees the call. In a backward: create_graph, compiled autograd, or hooks of the weight.
             Nothing is added to that weight then.
@@ -51,6 +51,9 @@ def accumulate_main_grad(module: Module, enabled: bool = True) -> int:
     for weight in weights.values():
         if type(weight) not in PLAIN_TYPES:
             fail(TypeError, "weight", "a plain parameter", type(weight).__name__)
+    if enabled and not weights:
+        expected = "weights of norms of this package in it, as patch_model gives them to a model"
+        fail(ValueError, "module", expected, "none")
     for weight in weights.values():
         mark(weight, enabled)
     return len(weights)

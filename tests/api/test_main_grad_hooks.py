@@ -65,7 +65,7 @@ def test_a_wrong_main_grad_raises_before_a_launch(what, is_kernel, monkeypatch):
     else:
         with FlopCounterMode(display=False):
             y = norm(x)
-    with pytest.raises(error, match=f"main_grad: expected .*{text}"):
+    with pytest.raises(error, match=f"main_grad of a weight .*: expected .*{text}"):
         y.sum().backward()
     if isinstance(norm.weight.main_grad, Tensor) and norm.weight.main_grad.is_cpu and what != "sparse":
         assert not norm.weight.main_grad.any()
@@ -75,7 +75,7 @@ def test_a_main_grad_that_backends_would_copy_raises():
     """Of one element: PyTorch calls it contiguous with any stride."""
     norm = norm_of(1)
     norm.weight.main_grad = torch.zeros(5, device=DEVICE)[::5]
-    with pytest.raises(ValueError, match=r"main_grad: expected contiguous memory, got .*\(5,\)"):
+    with pytest.raises(ValueError, match=r"main_grad of .*: expected contiguous memory, got .*\(5,\)"):
         norm(rows(7, 1)).sum().backward()
 
 
@@ -145,9 +145,9 @@ def test_autograd_grad_returns_it_and_adds_nothing(way, create_graph, flag):
 def test_second_derivatives_raise_before_anything_is_added():
     norm = norm_of(dtype=FP32)
     before, x = norm.weight.main_grad.clone(), rows(5, N, dtype=FP32).requires_grad_()
-    with pytest.raises(RuntimeError, match="main_grad: expected a backward without create_graph"):
+    with pytest.raises(RuntimeError, match="main_grad of .*: expected a backward without create_graph"):
         norm(x).square().sum().backward(create_graph=True)
-    with pytest.raises(RuntimeError, match="main_grad: expected a backward without create_graph"):
+    with pytest.raises(RuntimeError, match="main_grad of .*: expected a backward without create_graph"):
         with FlopCounterMode(display=False):
             norm(x).square().sum().backward(create_graph=True)
     assert torch.equal(norm.weight.main_grad, before) and norm.weight.grad is None
@@ -158,7 +158,7 @@ def test_compiled_autograd_raises():
     """The hook that adds what else reaches the weight would not run in it."""
     norm = norm_of(dtype=FP32, flag=True)
     before, loss = norm.weight.main_grad.clone(), norm(rows(5, N, dtype=FP32)).sum() + norm.weight.sum()
-    with pytest.raises(RuntimeError, match="main_grad: expected a backward without compiled autograd"):
+    with pytest.raises(RuntimeError, match="main_grad of .*: expected a backward without compiled autograd"):
         with compiled_autograd._enable(torch.compile(backend="eager")):
             loss.backward()
     assert torch.equal(norm.weight.main_grad, before)
@@ -169,7 +169,7 @@ def test_hooks_of_the_weight_raise():
     norm = norm_of()
     norm.weight.register_hook(lambda gradient: gradient / 2)
     before = norm.weight.main_grad.clone()
-    with pytest.raises(RuntimeError, match="main_grad: expected a weight without hooks"):
+    with pytest.raises(RuntimeError, match="main_grad of .*: expected no hook"):
         norm(rows(5, N)).sum().backward()
     assert torch.equal(norm.weight.main_grad, before)
 
@@ -231,7 +231,13 @@ def test_arguments():
         accumulate_main_grad(RMSNorm(N).weight)
     with pytest.raises(TypeError, match="enabled: expected a bool"):
         accumulate_main_grad(RMSNorm(N), 1)
-    assert accumulate_main_grad(RMSNorm(N, elementwise_affine=False)) == 0
+    without = RMSNorm(N, elementwise_affine=False), nn.RMSNorm(N)  # a model may hope that its norms add
+    for module in without:
+        with pytest.raises(
+            ValueError, match="module: expected weights of norms of this package .*, got none"
+        ):
+            accumulate_main_grad(module)
+    assert accumulate_main_grad(nn.Sequential(*without), False) == 0
     assert accumulate_main_grad(nn.Sequential(norm := RMSNorm(N), norm)) == 1
 
 

@@ -175,8 +175,8 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     run._torchdynamo_disable_msg = (
         "a kernel of tilegym_rmsnorm was asked for by name and cannot run this call in a graph: its tensors, an eps "
         "that the graph computes, or a transform of torch.func or forward mode, are for PyTorch's own operations. "
-        'To mend it: backend="torch". Or accumulate_main_grad marked its weight, and no graph adds to main_grad. To mend '
-        "it: accumulate_main_grad(model, False), or compile without fullgraph=True"
+        'To mend it: backend="torch". Or accumulate_main_grad marked its weight, and no graph adds to main_grad. '
+        "To mend that: accumulate_main_grad(model, False), or compile without fullgraph=True"
     )
     return run
 

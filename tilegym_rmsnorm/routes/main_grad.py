@@ -12,8 +12,9 @@ where autograd gets a gradient: so it gets zeros, and `_Watch` adds what else re
 
 from __future__ import annotations
 
+import functools
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def entered(tensors: tuple[Any, ...], weights: slice) -> tuple[Any, ...]:
     """Replace weights that add by tensors whose gradients are added, for calls that run another way than kernels by
     themselves: weights of 16 bits by float32 copies, so that dw is not rounded. weights: their places."""
     if watched.is_transformed() or watched.makes_graph():
-        got = "one in torch.func, forward mode or a tracer: take the marks away before it"
+        got = "one in torch.func, forward mode or a tracer: accumulate_main_grad(module, False) before it"
         fail(RuntimeError, "accumulate_main_grad", "an eager call", got)
     given = list(tensors)
     given[weights] = [_Entering.apply(each) if adds(each) else each for each in tensors[weights]]
@@ -89,34 +90,44 @@ def target_of(weight: Any) -> Tensor | None:
         return None
     if hasattr(weight, "__fsdp_param__") or getattr(weight, "overwrite_main_grad", False):
         return None
-    name = "main_grad"
+    refuse = functools.partial(_refuse, weight)
     if type(target) not in PLAIN_TYPES:
-        fail(TypeError, name, "a torch.Tensor", type(target).__name__)
+        refuse(TypeError, "a torch.Tensor", type(target).__name__)
     if target.dtype is not torch.float32:
         if hasattr(weight, FLAG) and target.dtype is weight.dtype:
             return None
-        fail(TypeError, name, "torch.float32", target.dtype)
+        refuse(TypeError, "torch.float32", target.dtype)
     if target.shape != weight.shape:
-        fail(ValueError, name, f"the shape of the weight, {tuple(weight.shape)}", tuple(target.shape))
+        refuse(ValueError, f"the shape of the weight, {tuple(weight.shape)}", tuple(target.shape))
     if target.device != weight.device:
-        fail(ValueError, name, f"the device of the weight, {weight.device}", target.device)
+        refuse(ValueError, f"the device of the weight, {weight.device}", target.device)
     # A dimension of extent 1 is contiguous with any stride, and a backend would get a copy.
     if target.layout is not torch.strided or not is_packed(target):
-        fail(ValueError, name, "contiguous memory", f"{target.layout}, strides {target.stride()}")
+        is_strided = target.layout is torch.strided
+        refuse(ValueError, "contiguous memory", f"strides {target.stride()}" if is_strided else target.layout)
     if not is_plain(target):
-        fail(ValueError, name, "memory of its own", "none")
+        refuse(ValueError, "memory of its own", "none")
     if target.requires_grad:
-        fail(ValueError, name, "requires_grad=False", True)
+        refuse(ValueError, "requires_grad=False", True)
     if overlap(target, weight):
-        fail(ValueError, name, "memory of its own", "memory of the weight")
+        refuse(ValueError, "memory of its own", "memory of the weight")
     if torch.is_grad_enabled():
-        fail(RuntimeError, name, "a backward without create_graph", "create_graph=True")
+        refuse(RuntimeError, "a backward without create_graph", "create_graph=True")
     if watched.is_in_compiled_autograd():  # it does not see `_Watch` in the backward that registers it
-        fail(RuntimeError, name, "a backward without compiled autograd", "one with it")
+        refuse(RuntimeError, "a backward without compiled autograd", "one with it")
     hooks = weight._backward_hooks or {}
     if any(not isinstance(each, _Watch) for each in hooks.values()):
-        fail(RuntimeError, name, "a weight without hooks, which would see no gradient", f"{len(hooks)} hooks")
+        refuse(
+            RuntimeError,
+            "no hook on the weight, since it would see no gradient",
+            f"{len(hooks)} by register_hook",
+        )
     return target
+
+
+def _refuse(weight: Tensor, error: type[Exception], expected: str, got: object) -> NoReturn:
+    shape = tuple(weight.shape)
+    fail(error, f"main_grad of a weight of shape {shape}, marked by accumulate_main_grad", expected, got)
 
 
 def gradient_of(weight: Any) -> Tensor | None:
