@@ -110,6 +110,7 @@ def test_compiled_kernels_spill_nothing_and_are_resident(capability, widths, com
                 assert kernel["registers"] * 32 * config.WARPS_PER_SM <= 65536, (call, kernel)
 
 
+@pytest.mark.skipif(TRITON < (3, 6), reason="Triton 3.5 takes 39 registers for 5120 columns")
 @pytest.mark.parametrize("options", [{}, {"residual_dtype": "bfloat16", "residual_out_dtype": "bfloat16"}])
 def test_registers_of_a_forward_leave_room_for_its_programs(options, compiled_by):
     """With a few more an SM holds one program less, which takes up to 26 % longer."""
