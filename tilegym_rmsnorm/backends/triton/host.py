@@ -89,9 +89,8 @@ def sums(dw_width: int, *pairs: tuple[Any, Any], targets: Sequence[Any] = ()) ->
         return []
     are_targets = [any(total is each for each in targets) for _, total in wanted]
     if len(wanted) == 2 and all(are_targets) and overlap(wanted[0][1], wanted[1][1]):
-        return [
-            each for pair in wanted for each in sums(dw_width, pair, targets=targets)
-        ]  # one after the other
+        # one after the other, since both add to the same elements
+        return [launch for pair in wanted for launch in sums(dw_width, pair, targets=targets)]
     adds = sum(1 << i for i, adds in enumerate(are_targets) if adds)
     arguments = {"ROWS": DW_TILE // dw_width, "WIDTH": dw_width, "ADDS": adds}
     for names, (partial, total) in zip(SUMS, wanted, strict=False):
