@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.registry import register_impl
+from tilegym_rmsnorm.call.tensors import add_to
 from tilegym_rmsnorm.ops.norm.reference import forward_torch, gradients_torch
 from tilegym_rmsnorm.ops.norm.spec import ForwardTensors, Outputs, Spec
 from tilegym_rmsnorm.ops.rope.reference import rope_forward_torch, rope_gradients_torch
@@ -34,15 +35,13 @@ def _norm_forward(tensors: ForwardTensors, spec: Spec) -> Outputs:
 
 def _registered(op: Any, formula: Callable[..., Any], count: int | None = None) -> Any:
     """Register and return the function of an op. formula: of tensors, a spec, and of a backward what is wanted. count:
-    of a backward's tensors; behind them are those that its results from the third on are added to."""
+    of a backward's tensors; behind them are those that gradients are added to."""
 
     @torch.no_grad()
     def run(spec: Any, tensors: Any, *wanted: Any) -> Any:
         results = formula(tensors[:count], spec, *wanted)
-        if count is not None and len(tensors) > count:
-            for target, result in zip(tensors[count:], results[2:], strict=False):
-                if target is not None:
-                    target.add_(result)
+        if count is not None:
+            add_to(tensors[count:], results)
         # PyTorch's operations keep the order of their input's strides.
         if isinstance(results, Tensor):
             return results.contiguous()

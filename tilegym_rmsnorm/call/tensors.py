@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -143,6 +144,13 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two contiguous tensors share memory."""
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
+
+
+def add_to(targets: Sequence[Tensor | None], gradients: Sequence[Any]) -> None:
+    """Add the gradients of weights, a backward's results from the third on, to these; None: that one is not added."""
+    for target, gradient in zip(targets, gradients[2:], strict=False):
+        if target is not None:
+            target.add_(gradient)
 
 
 def savable(tensor: Tensor | None) -> Tensor | None:

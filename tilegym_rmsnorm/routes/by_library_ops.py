@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tilegym_rmsnorm.call.spec import Call, Checked
+from tilegym_rmsnorm.call.tensors import add_to
 from tilegym_rmsnorm.call.watched import is_traced
 from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import Recording, apply_of, is_recorded
@@ -82,19 +83,13 @@ def _gradients(
     if route.name == choose.OP and not targets:
         return call(op, (*plain, *numbers, route.call.backend))
     if route.name != choose.KERNELS:
-        return added(targets, op.by_operations(asked))
+        results = op.by_operations(asked)
+        add_to(targets, results)
+        return results
     given, plain = (*tensors, *targets), (*plain, *targets)
     return run_and_remember(
         known, described, given, plain, route.call.backward, lambda _: op.bind(plain, route.call, asked)
     )
-
-
-def added(targets: Tensors, results: Tensors) -> Tensors:
-    """Add the last results to their targets."""
-    for target, result in zip(reversed(targets), reversed(results), strict=False):
-        if target is not None:
-            target.add_(result)
-    return results
 
 
 def gradients_of_op(op: LibraryOp, tensors: Tensors, options: Options) -> Any:

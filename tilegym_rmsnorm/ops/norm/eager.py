@@ -20,7 +20,7 @@ import torch
 from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.call.arithmetic import compute_dtype
 from tilegym_rmsnorm.call.spec import Call, dtype_of
-from tilegym_rmsnorm.call.tensors import is_plain, savable
+from tilegym_rmsnorm.call.tensors import add_to, is_plain, savable
 from tilegym_rmsnorm.call.watched import is_traced, is_watched
 from tilegym_rmsnorm.ops.norm import checks, operations, passes
 from tilegym_rmsnorm.ops.norm.spec import (
@@ -225,8 +225,7 @@ def gradients(
     if wanted.dx is not None:
         compute = passes.call_backward if route.name == choose.OP else operations.gradients_of_saved
         found = _on_rows(compute, plain[:5], route.call, wanted)
-        for each in target:
-            each.add_(found[2])
+        add_to(target, found)
     else:
         _, dy, weight, rstd, _ = plain
         if route.name == choose.OP:
