@@ -126,6 +126,22 @@ def test_other_launches(form, monkeypatch):
     launcher.launcher_of.cache_clear()
 
 
+@pytest.mark.parametrize("offset", [0, 1, 3, 4])
+@pytest.mark.parametrize("n", [7, 1000, 4099])
+@pytest.mark.parametrize("m", [1, 37])
+def test_a_main_grad_inside_of_a_buffer(backend, m, n, offset):
+    """It may begin at any element, also where an earlier call's did not, and what lies around it stays."""
+    norm = norm_of(n, backend=backend)
+    for start in (8, 8 + offset):
+        buffer = torch.randn(n + 24, device=DEVICE)
+        norm.weight.main_grad = buffer[start : start + n]
+        before, x, dy = buffer.clone(), rows(m, n), rows(m, n)
+        norm(x).backward(dy)
+        assert_added(buffer[start : start + n], before[start : start + n], [exact_dw(x, dy)], m)
+        for outside in (slice(None, start), slice(start + n, None)):
+            assert torch.equal(buffer[outside], before[outside])
+
+
 def test_known_calls_see_marks_and_main_grads(backend, monkeypatch):
     """A call like an earlier one sees that its weight was marked, or no longer is, and another main_grad."""
     settle_interpreters(monkeypatch)

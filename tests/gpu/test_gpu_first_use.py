@@ -7,6 +7,7 @@ from pathlib import Path
 
 import first_capture
 import first_use
+import first_use_main_grad
 import first_use_rope
 import pytest
 from processes import run_script
@@ -41,6 +42,12 @@ def test_first_use(surrounding, variant, columns, backend, run_anew):
 @pytest.mark.parametrize("surrounding", first_use_rope.SURROUNDINGS)
 def test_first_use_of_rope(surrounding, form, backend, run_anew):
     run_anew("first_use_rope.py", surrounding, form, backend)
+
+
+@pytest.mark.parametrize("flag", first_use_main_grad.FLAGS)
+@pytest.mark.parametrize("surrounding", first_use_main_grad.SURROUNDINGS)
+def test_first_use_of_main_grad(surrounding, flag, backend, run_anew):
+    run_anew("first_use_main_grad.py", surrounding, flag, backend)
 
 
 @pytest.mark.parametrize("kind", first_capture.KINDS)

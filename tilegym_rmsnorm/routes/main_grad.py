@@ -139,26 +139,23 @@ def gradient_of(weight: Any) -> Tensor | None:
     found = next((each for each in hooks.values() if isinstance(each, _Watch)), None)
     if found is None:
         weight.register_hook(found := _Watch(weakref.ref(weight)))
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        return torch.zeros_like(weight)  # those that are kept may not be in the graph's memory
-    like = weight.shape, weight.dtype, weight.device
-    if found.like != like:
-        found.zeros, found.like = torch.zeros_like(weight), like
+    found.zeros = torch.zeros_like(weight)
     return found.zeros
 
 
 class _Watch:
-    """Hook of a weight: adds to main_grad a gradient that the trainer would drop. The zeros are kept, so autograd adds
-    nothing to them in place: a gradient that something else is part of is another tensor."""
+    """Hook of a weight: adds to main_grad a gradient that the trainer would drop. It holds the last zeros until it
+    runs, so autograd adds nothing to them in place: a gradient that something else is part of is another tensor. No
+    longer, since a CUDA graph or a pool may own their memory."""
 
     def __init__(self, weight: weakref.ref[Any]) -> None:
         self.weight = weight
         self.zeros: Tensor | None = None
-        self.like: Any = None
 
     def __call__(self, gradient: Tensor) -> None:
         weight: Any = self.weight()
-        if gradient is self.zeros or not getattr(weight, FLAG, False) or not _is_accumulated(weight):
+        zeros, self.zeros = self.zeros, None
+        if gradient is zeros or not getattr(weight, FLAG, False) or not _is_accumulated(weight):
             return
         if not getattr(weight, "zero_out_wgrad", False):  # with it the trainer's hook adds the gradient
             weight.main_grad.add_(gradient.detach())
