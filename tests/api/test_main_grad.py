@@ -11,6 +11,7 @@ import io
 import pytest
 import torch
 from helpers import BF16, DEVICE, FP32, FP64, settle_interpreters, why_skip
+from llama_like import LlamaLikeNorm
 from main_grads import N, assert_added, exact_dw, norm_of, rows, two_uses
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -278,22 +279,8 @@ def test_each_use_adds_once(way, flag):
 
 def test_patched_norms_and_adapters(monkeypatch):
     settle_interpreters(monkeypatch)
-
-    class LlamaNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.variance_epsilon = nn.Parameter(torch.rand(N, device=DEVICE)), 1e-5
-
-        def forward(self, hidden_states):
-            input_dtype = hidden_states.dtype
-            hidden_states = hidden_states.to(torch.float32)
-            variance = hidden_states.pow(2).mean(-1, keepdim=True)
-            hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-            return self.weight * hidden_states.to(input_dtype)
-
-    model = nn.ModuleList(
-        [LlamaNorm(), LlamaNorm(), LigerRMSNorm(N).to(DEVICE), nn.RMSNorm(N), nn.Linear(2, 2)]
-    )
+    norms = [LlamaLikeNorm(N, FP32, DEVICE), LlamaLikeNorm(N, FP32, DEVICE), LigerRMSNorm(N).to(DEVICE)]
+    model = nn.ModuleList([*norms, nn.RMSNorm(N), nn.Linear(2, 2)])
     assert accumulate_main_grad(model) == 1
     patch_model(model[0])
     assert accumulate_main_grad(model) == 2
@@ -310,8 +297,7 @@ def test_patched_norms_and_adapters(monkeypatch):
             norm(x).sum().backward()
         assert norm.weight.grad is None
         x64 = x.double()
-        eps = 1e-5 if norm is model[0] else 1e-6
-        exact = (x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + eps)).sum(0)
+        exact = (x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + 1e-6)).sum(0)
         assert_added(norm.weight.main_grad, torch.zeros(N, device=DEVICE), [exact, exact], 12)
 
 
