@@ -28,6 +28,7 @@ from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.backends.cutile.runtime import tables, toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 from tilegym_rmsnorm.ops.norm import checks as norm_checks
+from tilegym_rmsnorm.reproducibility import REPRODUCIBLE_VARIABLE, set_reproducible
 from tilegym_rmsnorm.routes import known_calls, main_grad
 from tilegym_rmsnorm.settings import SM_MARGIN_VARIABLE, TEAMS_VARIABLE
 
@@ -186,7 +187,7 @@ def default_selection(share_of_the_gpu, monkeypatch: pytest.MonkeyPatch):
 
     share_of_the_gpu comes first, and so ends when nothing is patched any more.
     """
-    for variable in (settings.BACKEND_VARIABLE, TEAMS_VARIABLE, SM_MARGIN_VARIABLE):
+    for variable in (settings.BACKEND_VARIABLE, TEAMS_VARIABLE, SM_MARGIN_VARIABLE, REPRODUCIBLE_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(CACHE_VARIABLE, "off")
     forget_choices()
@@ -198,6 +199,7 @@ def forget_choices() -> None:
     settings.set_backend(None)
     settings.set_teams(None)
     settings.set_sm_margin(None)
+    set_reproducible(None)
     known_calls.forget()
 
 

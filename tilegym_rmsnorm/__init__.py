@@ -36,6 +36,7 @@ from tilegym_rmsnorm.functional import (
 from tilegym_rmsnorm.integrations import override_aten, patch_model, unpatch_model
 from tilegym_rmsnorm.main_grad import accumulate_main_grad
 from tilegym_rmsnorm.nn.module import RMSNorm
+from tilegym_rmsnorm.reproducibility import get_reproducible, reproducible, set_reproducible
 from tilegym_rmsnorm.rope import qk_norm_rope, rms_norm_rope
 from tilegym_rmsnorm.settings import (
     get_current_backend,
@@ -69,17 +70,20 @@ __all__ = [
     "get_available_backends_for_op",
     "get_current_backend",
     "get_registry_info",
+    "get_reproducible",
     "get_sm_margin",
     "is_backend_available",
     "override_aten",
     "patch_model",
     "qk_norm_rope",
+    "reproducible",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_backward_torch",
     "rms_norm_forward",
     "rms_norm_rope",
     "set_backend",
+    "set_reproducible",
     "set_sm_margin",
     "set_teams",
     "unpatch_model",

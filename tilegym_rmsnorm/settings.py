@@ -7,22 +7,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
-import inspect
 import os
-import threading
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
 
 from tilegym_rmsnorm.call.watched import is_traced
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from tilegym_rmsnorm.reproducibility import REPRODUCIBLE_VARIABLE, flags
+from tilegym_rmsnorm.scopes import LOCK, WHEN_CHANGED, Block, ProcessBlock, ProcessWide
 
 AUTO_ORDER = ("cutile", "triton", "torch")  # the backends, fastest first
 KERNEL_BACKENDS = AUTO_ORDER[:-1]  # all but "torch", the last, which runs PyTorch's operations
@@ -41,6 +36,7 @@ VARIABLES = (
     CACHE_VARIABLE,
     COMMIT_VARIABLE,
     INTERPRET_VARIABLE,
+    REPRODUCIBLE_VARIABLE,
     SM_MARGIN_VARIABLE,
     TEAMS_VARIABLE,
 )
@@ -55,20 +51,7 @@ _context_backends: contextvars.ContextVar[tuple[str, ...]] = contextvars.Context
 traced_backends: list[str] = []  # names of the blocks that Dynamo is tracing; empty at other times
 
 _ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
-_teams: bool | None = None  # set by `set_teams`
-
-
-@dataclass(eq=False)
-class _Margin:
-    """Margin set by `set_sm_margin`, or by a block of `use_sm_margin` that has begun."""
-
-    sms: int | None
-
-
-# First the margin of the process, then those of the blocks of all threads, in the order of their begin. The last holds.
-_margins = [_Margin(None)]
-_limits: tuple[bool, int] | None = None  # see `kernel_limits`; None after each change
-_limits_lock = threading.Lock()  # of _teams, _margins and _limits
+_kept: tuple[tuple[bool, int], int] | None = None  # see `process_settings`; None after each change
 
 
 def get_current_backend() -> str:
@@ -98,24 +81,7 @@ def set_backend(backend: BackendName | None) -> None:
     _process_backend = backend
 
 
-class _Block(contextlib.ContextDecorator):
-    """Base of `with` blocks that decorate a function too: each of its calls is a block."""
-
-    def __call__(self, function: _Function) -> _Function:
-        """Decorate `function`. A coroutine or generator raises TypeError: a block around its call ends before its body
-        begins."""
-        if (
-            inspect.iscoroutinefunction(function)
-            or inspect.isgeneratorfunction(function)
-            or inspect.isasyncgenfunction(function)
-        ):
-            raise TypeError(
-                f"{type(self).__name__}: expected a plain function, got {function!r}. Put a `with` block into its body"
-            )
-        return super().__call__(function)
-
-
-class use_backend(_Block):  # in lower case, since callers use it as a function
+class use_backend(Block):  # in lower case, since callers use it as a function
     """Use a backend inside a `with` block, or a decorated function, in this thread or task only.
 
     `use_backend` overrides `set_backend`, which overrides the variable TILEGYM_RMSNORM_BACKEND. The argument `backend=`
@@ -241,40 +207,47 @@ def set_teams(enabled: bool | None) -> None:
     Raises:
         TypeError: enabled is not True, False or None.
     """
-    global _teams, _limits
     if enabled is not None and type(enabled) is not bool:
         raise TypeError(f"enabled: expected True, False or None, got {enabled!r}")
-    if enabled is None:
-        _teams_by_environment.cache_clear()
-    with _limits_lock:
-        _teams, _limits = enabled, None
+    _TEAMS.set(enabled)
 
 
 def teams() -> bool:
     """Whether kernels by teams are allowed (`set_teams`). ValueError where the variable is neither on nor off."""
-    said = _teams  # read once: another thread may set it meanwhile
-    return _teams_by_environment() if said is None else said
+    return _TEAMS.get()
 
 
-@functools.cache
-def _teams_by_environment() -> bool:
-    return switch(TEAMS_VARIABLE, default=True)
+_TEAMS = ProcessWide(lambda: switch(TEAMS_VARIABLE, default=True))
 
 
 def kernel_limits() -> tuple[bool, int]:
-    """Return `teams()` and `get_sm_margin()`: kept until one of them is set, since every call asks.
+    """Return `teams()` and `get_sm_margin()`. Raises as `process_settings`."""
+    return process_settings()[0]
+
+
+def process_settings() -> tuple[tuple[bool, int], int]:
+    """Return `kernel_limits()` and the flags of reproducibility.py: kept until one of them is set, since every call
+    asks.
 
     Raises ValueError for an invalid value of an environment variable, unless a function overrides the variable.
     """
-    limits = _limits
-    return _read_limits() if limits is None else limits
+    kept = _kept
+    return _read_settings() if kept is None else kept
 
 
-def _read_limits() -> tuple[bool, int]:
-    global _limits
-    with _limits_lock:  # or a value read before a change could be kept after it
-        _limits = limits = teams(), get_sm_margin()
-    return limits
+def _read_settings() -> tuple[tuple[bool, int], int]:
+    global _kept
+    with LOCK:  # or a value read before a change could be kept after it
+        _kept = kept = (teams(), get_sm_margin()), flags()
+    return kept
+
+
+def _forget_settings() -> None:
+    global _kept
+    _kept = None
+
+
+WHEN_CHANGED.append(_forget_settings)
 
 
 def set_sm_margin(sm_margin: int | None) -> None:
@@ -300,12 +273,8 @@ def set_sm_margin(sm_margin: int | None) -> None:
         ValueError: sm_margin is negative, or leaves no SM. Where CUDA is not initialized yet, the first call that
             follows the margin raises this error, before it launches anything.
     """
-    global _limits
     _check_sm_margin(sm_margin)
-    if sm_margin is None:
-        _sm_margin_by_environment.cache_clear()
-    with _limits_lock:
-        _margins[-1].sms, _limits = sm_margin, None
+    _MARGIN.set(sm_margin)
 
 
 def get_sm_margin() -> int:
@@ -314,11 +283,23 @@ def get_sm_margin() -> int:
     Raises:
         ValueError: No margin was set, and TILEGYM_RMSNORM_SM_MARGIN is no number.
     """
-    said = _margins[-1].sms  # read once: another thread may set it meanwhile
-    return _sm_margin_by_environment() if said is None else said
+    return _MARGIN.get()
 
 
-class use_sm_margin(_Block):  # in lower case, since callers use it as a function
+def _sm_margin_by_environment() -> int:
+    value = os.environ.get(SM_MARGIN_VARIABLE, "").strip()
+    if not value.isascii() or not (value or "0").isdigit():
+        given = os.environ[SM_MARGIN_VARIABLE]
+        raise ValueError(
+            f"{SM_MARGIN_VARIABLE}: expected a number of SMs, 0 or more, or nothing, got {given!r}"
+        )
+    return int(value or "0")
+
+
+_MARGIN = ProcessWide(_sm_margin_by_environment)
+
+
+class use_sm_margin(ProcessBlock):  # in lower case, since callers use it as a function
     """Leave SMs free inside a `with` block, or a decorated function, as `set_sm_margin` does, and undo that at the end.
 
     The block holds for the whole process, not for this thread alone: if several threads are in blocks, the block that
@@ -333,38 +314,26 @@ class use_sm_margin(_Block):  # in lower case, since callers use it as a functio
     """
 
     __module__ = "tilegym_rmsnorm"
+    _setting = _MARGIN
 
     def __init__(self, sm_margin: int | None) -> None:
         _check_sm_margin(sm_margin)
         self.sm_margin = sm_margin
-        self._begun: list[_Margin] = []  # one object may serve several blocks
+        super().__init__(sm_margin)
 
     def _recreate_cm(self) -> use_sm_margin:
         return use_sm_margin(self.sm_margin)  # a block for each call of the decorated function
 
     def __enter__(self) -> None:
-        _check_sm_margin(self.sm_margin)
-        if self.sm_margin is None:
-            _sm_margin_by_environment.cache_clear()
-        global _limits
-        margin = _Margin(self.sm_margin)
-        with _limits_lock:
-            self._begun.append(margin)
-            _margins.append(margin)
-            _limits = None
-
-    def __exit__(self, *_: object) -> None:
-        global _limits
-        with _limits_lock:  # remove its own, at any position: blocks of threads end in any order
-            _margins.remove(self._begun.pop())
-            _limits = None
+        _check_sm_margin(self.sm_margin)  # again: CUDA may be initialized by now
+        super().__enter__()
 
 
 def sms_left(sm_count: int, sm_margin: int | None = None) -> int:
     """Return how many of a GPU's SMs the margin in effect leaves; ValueError where it leaves none. sm_margin: that
     margin, if the caller has read it already."""
     sm_margin = get_sm_margin() if sm_margin is None else sm_margin
-    where = SM_MARGIN_VARIABLE if _margins[-1].sms is None else "set_sm_margin or use_sm_margin"
+    where = SM_MARGIN_VARIABLE if _MARGIN.said is None else "set_sm_margin or use_sm_margin"
     return _sms_left(sm_count, sm_margin, f", set by {where}")
 
 
@@ -386,14 +355,3 @@ def _check_sm_margin(sm_margin: int | None) -> None:
     if torch.cuda.is_initialized():  # else asking would initialize CUDA, and no child may be forked then
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         _sms_left(max(gpu.multi_processor_count for gpu in gpus), sm_margin)
-
-
-@functools.cache
-def _sm_margin_by_environment() -> int:
-    value = os.environ.get(SM_MARGIN_VARIABLE, "").strip()
-    if not value.isascii() or not (value or "0").isdigit():
-        given = os.environ[SM_MARGIN_VARIABLE]
-        raise ValueError(
-            f"{SM_MARGIN_VARIABLE}: expected a number of SMs, 0 or more, or nothing, got {given!r}"
-        )
-    return int(value or "0")

@@ -75,7 +75,7 @@ def spec_of(shape: Shape) -> RopeSpec:
 def providers(names: tuple[str, ...], shape: Shape, dtype: torch.dtype) -> dict[str, dict[str, Compute]]:
     """Return how each name that can run computes each op from a set."""
     spec, wanted = spec_of(shape), RopeWanted(dtype, dtype)
-    numbers = spec[1:]
+    numbers = spec[1:-1]
     found: dict[str, dict[str, Compute]] = {}
     ops = torch.ops.tilegym_rmsnorm
     for name in (each for each in names if each in OURS):

@@ -36,7 +36,7 @@ def test_what_is_set_while_the_environment_is_read_holds(monkeypatch):
         tr.set_teams(False)
         return True
 
-    monkeypatch.setattr(settings, "_teams_by_environment", read)
+    monkeypatch.setattr(settings._TEAMS, "_by_environment", read)
     settings.teams()
     assert settings.teams() is False
 

@@ -20,6 +20,7 @@ from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 from tilegym_rmsnorm.backends.registry import Unusable
 from tilegym_rmsnorm.commands import doctor, installation
 from tilegym_rmsnorm.commands.installation import Gpu
+from tilegym_rmsnorm.reproducibility import set_reproducible
 
 ROOT = Path(__file__).resolve().parents[2]
 H100, T4 = Gpu("an H100", "sm_90"), Gpu("a T4", "sm_75")
@@ -182,6 +183,28 @@ def test_says_how_many_sms_are_left_free(fake, capsys, monkeypatch, value, said)
     assert said in line
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "run"),
+        ("device,vllm", "device,vllm"),
+        ("all", "TILEGYM_RMSNORM_REPRODUCIBLE: expected one of 'run',"),
+    ],
+)
+def test_says_which_level_is_in_effect(fake, capsys, monkeypatch, value, said):
+    fake()
+    if value is not None:
+        monkeypatch.setenv(settings.REPRODUCIBLE_VARIABLE, value)
+    set_reproducible(None)
+    try:
+        _, output = run_doctor(capsys)
+    finally:
+        monkeypatch.undo()
+        set_reproducible(None)
+    [line] = [line for line in output.splitlines() if line.startswith("  reproducible ")]
+    assert said in line
+
+
 def test_names_variables_that_nothing_reads(fake, capsys, monkeypatch):
     fake()
     assert "  environment " not in run_doctor(capsys)[1]
@@ -252,7 +275,9 @@ def test_broken_parts_are_named_and_the_rest_still_answers(fake, capsys, monkeyp
 @pytest.mark.parametrize(
     "options", [(), ("--json",), ("--backend", "torch"), ("--backend", "torch", "--json")]
 )
-@pytest.mark.parametrize("variable", [settings.TEAMS_VARIABLE, settings.SM_MARGIN_VARIABLE])
+@pytest.mark.parametrize(
+    "variable", [settings.TEAMS_VARIABLE, settings.SM_MARGIN_VARIABLE, settings.REPRODUCIBLE_VARIABLE]
+)
 def test_a_variable_that_means_nothing_is_named_before_any_kernel_runs(
     fake, capsys, monkeypatch, variable, options
 ):
@@ -261,12 +286,14 @@ def test_a_variable_that_means_nothing_is_named_before_any_kernel_runs(
     monkeypatch.setenv(variable, "maybe")
     settings.set_teams(None)
     settings.set_sm_margin(None)
+    set_reproducible(None)
     try:
         status, output = run_doctor(capsys, *options)
     finally:
         monkeypatch.undo()
         settings.set_teams(None)
         settings.set_sm_margin(None)
+        set_reproducible(None)
     assert status == 1 and "Traceback" not in output
     if "--json" in options:
         answer = json.loads(output)

@@ -73,7 +73,7 @@ def call(shape, dtype, *, weight="vector", offset=0.0, seed=0, **options):
 
 def run(tensors, spec, backend):
     """Outputs and gradients, by the ops."""
-    numbers = *spec[1:], backend
+    numbers = *spec[1:-1], backend
     ops = torch.ops.tilegym_rmsnorm
     outputs = ops.qk_norm_rope_forward(*tensors[2:], *numbers)
     gradients = ops.qk_norm_rope_backward(*tensors, 3, *numbers)

@@ -19,7 +19,7 @@ LAYERS = (
     (f"{PACKAGE}.call.spec", f"{PACKAGE}.call.watched"),
     (f"{PACKAGE}.call.tensors", f"{PACKAGE}.call.arithmetic", f"{PACKAGE}.call.layout"),
     (f"{PACKAGE}.call.validation",),
-    (f"{PACKAGE}.call", f"{PACKAGE}.settings"),
+    (f"{PACKAGE}.call", f"{PACKAGE}.settings", f"{PACKAGE}.scopes", f"{PACKAGE}.reproducibility"),
     # an op's records, checks and formula; its other files are above the routes
     tuple(f"{PACKAGE}.ops.{op}.{each}" for op in OPS for each in ("spec", "checks", "reference", "sharding")),
     (f"{PACKAGE}.backends.contract", f"{PACKAGE}.measure"),

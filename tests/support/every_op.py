@@ -167,7 +167,7 @@ def of_rope(
     leaves = {name: each for name, each in named.items() if each is not None}
     tables = {"cos": cos, "sin": sin, "position_ids": positions}
     fixed = {name: each for name, each in tables.items() if each is not None}
-    numbers, order = made.spec[1:], (*leaves, *fixed)
+    numbers, order = made.spec[1:-1], (*leaves, *fixed)
 
     def tensors(*given: Tensor) -> list[Any]:
         # Dynamo of 2.9 traces no zip(strict=False)

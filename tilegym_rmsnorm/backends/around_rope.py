@@ -60,4 +60,4 @@ def backward(kernel: BackwardFunction, spec: RopeSpec, tensors: Any, wanted: Rop
 
 def _spec_of(spec: RopeSpec, weight: Tensor | None) -> Spec:
     heads = weight.shape[0] if weight is not None and weight.ndim == 2 else 0
-    return Spec(spec.n, spec.eps, spec.offset, spec.casting, heads=heads)
+    return Spec(spec.n, spec.eps, spec.offset, spec.casting, heads=heads, reproducible=spec.reproducible)

@@ -38,6 +38,7 @@ class Request(NamedTuple):
     parts: tuple[str, ...] = ()  # see `parts_of`
     n: int | None = None  # elements of a row; None: rows of any width
     is_aligned: bool = True  # all rows begin at multiples of 16 bytes; False may be too careful
+    reproducible: int = 0  # flags of the level, see reproducibility.py
 
 
 class Unusable(NamedTuple):

@@ -28,6 +28,7 @@ from tilegym_rmsnorm.call.tensors import are_aligned
 from tilegym_rmsnorm.call.watched import count_modes
 from tilegym_rmsnorm.ops.norm.spec import NORM_OPS
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPS
+from tilegym_rmsnorm.reproducibility import name_of
 from tilegym_rmsnorm.settings import AUTO_ORDER, NAMES, check_name, get_current_backend
 
 OPS = NORM_OPS + ROPE_OPS
@@ -55,13 +56,16 @@ def request_of(
     n: int | None,
     is_aligned: bool,
     parts: tuple[str, ...] = (),
+    level: int = 0,
 ) -> Request:
     """Make a Request. rest: the dtypes of bias, residual, dy and the results, None for absent tensors. Their order, and
-    dtypes that x or weight have too, make no other Request."""
+    dtypes that x or weight have too, make no other Request. level: flags of reproducibility.py."""
     found = {each for each in rest if each and each is not dtype and each is not weight_dtype}
     other_dtypes = tuple(sorted(found, key=str)) if found else ()
     width = n if type(n) is int else None  # a symbol of a traced graph serves every width
-    return Request(device, dtype, weight_dtype, casting, other_dtypes, obstacle, parts, width, is_aligned)
+    return Request(
+        device, dtype, weight_dtype, casting, other_dtypes, obstacle, parts, width, is_aligned, level
+    )
 
 
 class BackendUnavailableError(RuntimeError):
@@ -131,9 +135,8 @@ def backward_of(
 def _request_of(spec: Any, facts: Facts, obstacle: str | None) -> Request:
     dtypes, rows, parts = facts
     n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, *rows)
-    return request_of(
-        rows[0].device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts
-    )
+    how = {"n": n, "is_aligned": is_aligned, "parts": parts, "level": spec.reproducible}
+    return request_of(rows[0].device, spec.casting, obstacle, *dtypes, **how)
 
 
 def _is_of(backends: tuple[str, ...], function: Callable[..., Any]) -> bool:
@@ -291,4 +294,6 @@ def _describe(request: Request) -> str:
     others = "".join(f", {dtype} beside them" for dtype in request.other_dtypes)
     width = "" if request.n is None else f" of {request.n} columns"
     rows = "" if request.is_aligned else ", rows that begin between multiples of 16 bytes"
-    return f"{request.dtype} x{width} on {request.device}{rows}, {weight}{parts}{others}, casting {request.casting!r}"
+    level = f", reproducible {name_of(request.reproducible)!r}" if request.reproducible else ""
+    casting = f"casting {request.casting!r}{level}"
+    return f"{request.dtype} x{width} on {request.device}{rows}, {weight}{parts}{others}, {casting}"

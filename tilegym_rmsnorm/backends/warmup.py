@@ -24,6 +24,7 @@ from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.validation import check_residual, checked_dtype
 from tilegym_rmsnorm.ops.rope.checks import ANY_POSITION_DTYPE, POSITION_DTYPES, checked_rope
 from tilegym_rmsnorm.ops.rope.spec import RopeRounding
+from tilegym_rmsnorm.reproducibility import flags
 
 Width = tuple[int, torch.dtype] | tuple[int, torch.dtype, torch.dtype | None]
 
@@ -180,7 +181,7 @@ def _check_usable(
 ) -> None:
     """Raise BackendUnavailableError where the backend cannot run such calls. others: the dtype of weight first."""
     is_aligned = n * dtype.itemsize % 16 == 0
-    request = request_of(device, casting, None, dtype, *others, n=n, is_aligned=is_aligned)
+    request = request_of(device, casting, None, dtype, *others, n=n, is_aligned=is_aligned, level=flags())
     if unusable := why_unusable("cutile", request):
         raise BackendUnavailableError(f"{function}: {unusable.reason}. To mend it: {unusable.remedy}")
 

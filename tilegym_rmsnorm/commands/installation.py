@@ -21,6 +21,7 @@ from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import cutile
 from tilegym_rmsnorm.backends.cutile.runtime import tables, toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
+from tilegym_rmsnorm.reproducibility import get_reproducible
 
 
 class Gpu(NamedTuple):
@@ -172,6 +173,7 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
     "tuned settings": _tuned,
     "teams of blocks": lambda: "allowed" if settings.teams() else f"ruled out by {settings.TEAMS_VARIABLE}",
     "SMs left free": lambda: str(settings.get_sm_margin()),
+    "reproducible": get_reproducible,
     "default backend": settings.get_current_backend,
 }
 

@@ -33,6 +33,7 @@ from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, are_aligned, is_plain
 from tilegym_rmsnorm.ops.norm import passes, reference
 from tilegym_rmsnorm.ops.norm.op import bind_op_forward
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, Spec, Wanted, shape_of_rstd
+from tilegym_rmsnorm.reproducibility import flags
 from tilegym_rmsnorm.routes.known_calls import run_and_remember, shared
 from tilegym_rmsnorm.settings import KERNEL_BACKENDS, get_current_backend
 
@@ -206,7 +207,8 @@ class _Patch:
             return self._decline(ATEN_FORWARD, found, (keyset, x, normalized_shape, weight, eps))
         function, backend = found
         of_rstd = shape_of_rstd(x, len(normalized_shape))
-        spec = Spec(math.prod(normalized_shape), _DEFAULT_EPS if eps is None else eps, 0.0, "once")
+        eps = _DEFAULT_EPS if eps is None else eps
+        spec = Spec(math.prod(normalized_shape), eps, 0.0, "once", reproducible=flags())
         call = Call(spec, backend, function)
         y, rstd, _ = _first_run(_FORWARDS, known_call, tensors, function, bind_op_forward, call, of_rstd)
         self.counts[ATEN_FORWARD][TAKEN] += 1
@@ -243,7 +245,8 @@ class _Patch:
         needs_dw = needs_dw and weight is not None
         dx = dw = None
         if needs_dx or needs_dw:
-            call = Call(Spec(math.prod(normalized_shape), 0.0, 0.0, "once"), backend, None, function)
+            spec = Spec(math.prod(normalized_shape), 0.0, 0.0, "once", reproducible=flags())
+            call = Call(spec, backend, None, function)
             wanted = Wanted(x.dtype, None, x.dtype if needs_dw else None)
             dx, dw = _first_run(
                 _BACKWARDS, known_call, tensors, function, _bind_backward, call, wanted, needs_dx
@@ -293,12 +296,12 @@ class _Patch:
             or rstd.get_device() != index
         ):
             return "shape"
-        name, n = get_current_backend(), math.prod(shape)
+        name, n, level = get_current_backend(), math.prod(shape), flags()
         is_aligned = are_aligned(n, x, dy)
-        key = index, x.dtype, weight is None, op, name, n, is_aligned
+        key = index, x.dtype, weight is None, op, name, n, is_aligned, level
         found = self._implementations.get(key, _UNKNOWN)
         if found is _UNKNOWN:
-            found = _implementation(op, x, weight, name, n, is_aligned)
+            found = _implementation(op, x, weight, name, n, is_aligned, level)
             if self.device_type == "cuda":  # not on a CPU: its interpreters may be switched on and off
                 if len(self._implementations) >= MOST_CHOICES:
                     self._implementations.clear()
@@ -364,10 +367,10 @@ def _kernel(op: str, key: str) -> Any:
 
 
 def _implementation(
-    op: str, x: Tensor, weight: Tensor | None, name: str, n: int, is_aligned: bool
+    op: str, x: Tensor, weight: Tensor | None, name: str, n: int, is_aligned: bool, level: int
 ) -> _Implementation | None:
     dtypes = x.dtype, None if weight is None else weight.dtype
-    request = request_of(x.device, "once", None, *dtypes, n=n, is_aligned=is_aligned)
+    request = request_of(x.device, "once", None, *dtypes, n=n, is_aligned=is_aligned, level=level)
     for backend in KERNEL_BACKENDS:
         if name in ("auto", backend) and why_unusable(backend, request) is None:
             return _Implementation(dispatch(op, request, backend), backend)

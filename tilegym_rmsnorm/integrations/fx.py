@@ -28,6 +28,7 @@ from tilegym_rmsnorm.call.options import checked_eps
 from tilegym_rmsnorm.call.validation import DTYPES
 from tilegym_rmsnorm.ops.norm import op
 from tilegym_rmsnorm.ops.norm.spec import DW, DX
+from tilegym_rmsnorm.reproducibility import flags
 from tilegym_rmsnorm.settings import BackendName, check_backend_name
 
 REPLACED = "tilegym_rmsnorm_replaced"  # key of gm.meta: how many nodes `replace_rmsnorm_pass` replaced
@@ -104,7 +105,8 @@ def replace_rmsnorm_pass(
     Args:
         gm: The graph, changed in place, after all of it is checked.
         example_inputs: Not used: passes are called with it.
-        backend: The backend of the new nodes. None: the one in effect when the graph runs.
+        backend: The backend of the new nodes. None: the one in effect when the graph runs. The level of `reproducible`
+            is the one in effect now, and the one in effect when the graph runs too.
 
     Returns:
         gm.
@@ -124,7 +126,7 @@ def replace_rmsnorm_pass(
         if given is None or reason is not None:
             _log.debug("%s stays as it is: %s", norm.name, reason)
         else:
-            calls[norm] = (*_arguments(norm, given.kwargs), backend)
+            calls[norm] = (*_arguments(norm, given.kwargs), backend, flags())
     for norm, arguments in calls.items():
         target = op.FORWARD if norm.target is _ATEN_FORWARD else op.BACKWARD
         with gm.graph.inserting_before(norm):
@@ -181,7 +183,7 @@ def _refusal(given: Mapping[str, Any], backend: str | None) -> str | None:
     shape = given["normalized_shape"]
     n = math.prod(shape) if all(type(size) is int for size in shape) else None  # others are symbols
     # A graph does not say where memory begins.
-    request = request_of(x.device, "once", None, x.dtype, weight, dy, n=n, is_aligned=True)
+    request = request_of(x.device, "once", None, x.dtype, weight, dy, n=n, is_aligned=True, level=flags())
     unusable = why_unusable(backend, request)
     return unusable and f"backend {backend!r} cannot run it: {unusable.reason}"
 
@@ -201,7 +203,7 @@ def _obstacle_of_backward(norm: Node, given: Mapping[str, Any]) -> str | None:
 
 
 def _arguments(norm: Node, given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments of our op, without the backend."""
+    """Return the arguments of our op, without the backend and the level."""
     x, weight, dims = given["input"], given["weight"], len(given["normalized_shape"])
     if norm.target is _ATEN_FORWARD:
         eps = checked_eps(given["eps"])

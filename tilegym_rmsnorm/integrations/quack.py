@@ -19,6 +19,7 @@ from tilegym_rmsnorm.call.validation import check_tensor, checked_dtype, checked
 from tilegym_rmsnorm.nn import module
 from tilegym_rmsnorm.ops.norm import op
 from tilegym_rmsnorm.ops.norm.spec import D_RESIDUAL, DB, DW, DX
+from tilegym_rmsnorm.reproducibility import flags
 
 
 def rmsnorm(
@@ -132,7 +133,7 @@ def rmsnorm_bwd(
     numbers = wanted, 1, weight_offset, "once", 1.0
     dtypes = None, dresidual_out.dtype, None, None
     given = dout, x, weight, rstd.unsqueeze(-1), dresidual_out
-    dx, dw, db, dresidual = op.BACKWARD(*given, *numbers, *dtypes, None)
+    dx, dw, db, dresidual = op.BACKWARD(*given, *numbers, *dtypes, None, flags())
     return dx, dw, db, dresidual
 
 

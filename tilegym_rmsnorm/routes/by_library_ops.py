@@ -3,9 +3,9 @@
 
 """Bind public calls of an op, and compute the gradients that autograd asks for, by what its two library ops say.
 
-Use it for an op whose library ops take the tensors of a backend in its order, then the fields of the Spec after n, then
-the backend. The backward takes one number before these: which gradients are wanted. Here `tensors` are such tensors,
-and `options` all that is behind them.
+Use it for an op whose library ops take the tensors of a backend in its order, then the fields of the Spec after n, with
+the backend before the last, the level. The backward takes one number before these: which gradients are wanted. Here
+`tensors` are such tensors, and `options` all that is behind them.
 
 Under create_graph PyTorch's operations compute gradients, which are differentiable again. Hooks or `tensor.data = ...`
 may have changed saved tensors since the forward, so a backward that is not known checks all of them.
@@ -45,11 +45,11 @@ def bind(
     run = op.bind(checked.tensors, bound, CheckedCall(checked, bound.backend))
     if not is_recorded(*checked.tensors):
         return run
-    known, numbers = KnownCalls() if is_kept else None, bound.spec[1:]
+    known, options = KnownCalls() if is_kept else None, options_of(bound.spec, bound.backend)
     record = apply_of(op.node)
 
     def gradients(given: Tensors, wanted: int, targets: Tensors = ()) -> Tensors:
-        return _gradients(backward, known, given, (wanted, *numbers), bound.backend, targets)
+        return _gradients(backward, known, given, (wanted, *options), targets)
 
     if IN_USE and any([adds(each) for each in checked.tensors]):
         return lambda tensors: record(recording(run, gradients, tensors), *tensors)
@@ -57,31 +57,31 @@ def bind(
     return lambda tensors: record(recorded, *tensors)
 
 
+def options_of(spec: Any, backend: str | None) -> Options:
+    """Return the options of the forward op for a call with this Spec."""
+    return *spec[1:-1], backend, spec.reproducible
+
+
 def _gradients(
-    op: LibraryOp,
-    known: KnownCalls | None,
-    tensors: Tensors,
-    numbers: Options,
-    backend: str | None,
-    targets: Tensors = (),
+    op: LibraryOp, known: KnownCalls | None, tensors: Tensors, options: Options, targets: Tensors = ()
 ) -> Any:
     """Compute the gradients of an eager call, of a backward like an earlier one in `known` without checks. targets:
     what the last results are added to, None for one that is not."""
     described = None
     if known is not None and not torch.is_grad_enabled() and not is_traced():
-        described = op.known_call(tensors, numbers, backend)
+        described = op.known_call(tensors, options)
         if described is not None and targets:
             present = [each for each in targets if each is not None]
             described = (described[0], tuple(map(type, targets))), described[1] + present
         if (run := known.find(described)) is not None:
             return run((*tensors, *targets))
-    asked = op.check(*tensors, *numbers, backend)
+    asked = op.check(*tensors, *options)
     plain = asked.checked.tensors
     route = choose.route_of(asked.checked, asked.backend, asked.wanted, is_by_autograd=True)
     if targets:
         asked = asked._replace(wanted=asked.wanted.added_to(targets))
     if route.name == choose.OP and not targets:
-        return call(op, (*plain, *numbers, route.call.backend))
+        return call(op, (*plain, *options[:-2], route.call.backend, options[-1]))
     if route.name != choose.KERNELS:
         results = op.by_operations(asked)
         add_to(targets, results)

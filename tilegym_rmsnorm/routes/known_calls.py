@@ -183,8 +183,16 @@ def call_of(
                 tensors.append(each)
         if backend is None:
             backend = settings.get_current_backend()
-        limits = settings.kernel_limits()
-        return (rows[0].shape, alignment, parts, others, backend, limits, torch.is_grad_enabled()), tensors
+        of_process = settings.process_settings()
+        return (
+            rows[0].shape,
+            alignment,
+            parts,
+            others,
+            backend,
+            of_process,
+            torch.is_grad_enabled(),
+        ), tensors
     except (RuntimeError, ValueError):  # no memory; an unknown word in the environment: the checks raise
         return None
 

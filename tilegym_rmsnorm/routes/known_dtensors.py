@@ -20,6 +20,7 @@ from typing import Any
 
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, dtensor_class, local_of
 from tilegym_rmsnorm.call.watched import is_watched
+from tilegym_rmsnorm.reproducibility import flags
 from tilegym_rmsnorm.routes import choose
 from tilegym_rmsnorm.routes.autograd import apply_of, is_recorded
 from tilegym_rmsnorm.routes.known_calls import WITH_FORGET, Run, may_remember
@@ -31,8 +32,7 @@ Tensors = tuple[Any, ...]
 def remember(op: Any, arguments: Tensors, results: Any) -> None:
     """Remember a call of a library op that autograd does not record, if it may be known. op: the `LibraryOp`."""
     if (run := _bind(op, arguments, results)) is not None:
-        numbers, backend = arguments[op.count : -1], arguments[-1]
-        op.known.remember(op.known_call(op.for_backend(arguments), numbers, backend), run)
+        op.known.remember(op.known_call(op.for_backend(arguments), arguments[op.count :]), run)
 
 
 def bind_public(
@@ -54,15 +54,19 @@ def bind_public(
         in_order: Puts such tensors in the order of the op.
         returned: Takes the results of the op, and returns those of the call.
     """
-    tensors, (*numbers, backend) = arguments[: op.count], arguments[op.count :]
+    tensors, options = arguments[: op.count], arguments[op.count :]
     added = _added(given, op.for_backend(tensors))
     if added is None or (run := _bind(op, arguments, results)) is None:
         return None
     if not is_recorded(*tensors):
         return lambda tensors: returned(run(added(tensors)))
-    if backend is None:
-        backend = get_current_backend()  # autograd's threads do not see `use_backend`
-    recording = op.recording(lambda tensors: run(op.for_backend(tensors)), tensors, (*numbers, backend))
+    *numbers, backend, level = options
+    backend = (
+        get_current_backend() if backend is None else backend
+    )  # autograd's threads do not see `use_backend`
+    recording = op.recording(
+        lambda tensors: run(op.for_backend(tensors)), tensors, (*numbers, backend, level)
+    )
     recording.returned, record = returned, apply_of(op.node)
     return lambda tensors: record(recording, *in_order(added(tensors)))
 
@@ -107,7 +111,8 @@ def _bind(op: Any, arguments: Tensors, results: Any) -> Run | None:
     except (AttributeError, TypeError):  # private names, which a PyTorch to come may not have
         return None
     local = _local(tensors)
-    asked = op.check(*local, *options)
+    *others, level = options
+    asked = op.check(*local, *others, level | flags())
     if not asked.checked.are_plain or (asked.wanted is not None and asked.wanted.why_no_backend is not None):
         return None
     call = choose.call_of_op(asked.checked, asked.backend, asked.wanted)

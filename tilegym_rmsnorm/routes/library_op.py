@@ -7,8 +7,10 @@ A `LibraryOp` describes an op. `define` does the rest, in one way for all ops: k
 that is in effect when the op runs, fake tensors, gradients, vmap, tracers, shards.
 
 The kernel is chosen when an op runs, not when a graph is made: a graph may serve any number of rows. All arguments are
-positional, tensors first, as sharding rules need them, and the backend is the last: a name, "auto", or None for the
-backend in effect. Ops have no rule for autocast: the public functions cast.
+positional, tensors first, as sharding rules need them. Behind the numbers are the backend, a name, "auto", or None for
+the backend in effect, and the flags of reproducibility.py: an op that runs has these and those in effect, so that a
+graph keeps what it was traced with, and one without them, of an older release, follows the level in effect. Ops have no
+rule for autocast: the public functions cast.
 
 The gradient of a forward op is an autograd.Function at the dispatch key Autograd: half the host time of
 register_autograd. A gradient through a backward op runs PyTorch's operations. So do all ops inside a transform of
@@ -28,6 +30,7 @@ from torch import Tensor
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.spec import Call, Checked
 from tilegym_rmsnorm.call.tensors import is_plain
+from tilegym_rmsnorm.reproducibility import flags
 from tilegym_rmsnorm.routes import choose, known_dtensors
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording, Tensors, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls, Run, run_and_remember
@@ -37,7 +40,7 @@ from tilegym_rmsnorm.settings import get_current_backend
 NAMESPACE = "tilegym_rmsnorm"
 library = torch.library.Library(NAMESPACE, "DEF")
 below_autograd = torch._C._AutoDispatchBelowAutograd
-Options = tuple[Any, ...]  # the arguments behind the tensors
+Options = tuple[Any, ...]  # the arguments behind the tensors: numbers, the backend, the level
 # PyTorch's operations for each op.
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 
@@ -61,8 +64,8 @@ class LibraryOp:
     for_backend: Callable[[Tensors], Tensors]  # selects them in the order in which a backend takes them
     check: Callable[..., CheckedCall]  # takes all arguments
     known: KnownCalls
-    # takes tensors for a backend, the options before the backend, and that; None: such a call cannot be known
-    known_call: Callable[[Tensors, Options, Any], Any]
+    # takes tensors for a backend, and the options; None: such a call cannot be known
+    known_call: Callable[[Tensors, Options], Any]
     # returns the function that runs tensors like these, in the order of a backend; it holds none of them
     bind: Callable[[Tensors, Call, CheckedCall], Callable[[Any], Any]]
     for_fakes: Callable[[CheckedCall], Any]  # results that have shapes and dtypes alone
@@ -71,7 +74,7 @@ class LibraryOp:
     # The results of a call for which no backend is asked; None: a backend is.
     without_backend: Callable[[CheckedCall], Any] = lambda _: None
     # returns the `Recording` of a forward; it gets a function of the tensors that runs the op, the tensors, and the
-    # options with the backend in effect. None: autograd differentiates `by_operations`.
+    # options with the backend and the level in effect. None: autograd differentiates `by_operations`.
     recording: Callable[[Run, Tensors, Options], Recording] | None = None
     node: type[RecordedFunction] = RecordedFunction
     map: Callable[..., Any] | None = None  # for vmap; None: `one_by_one`
@@ -92,12 +95,17 @@ def define(op: LibraryOp) -> Any:
     library.define(op.name + op.schema)
     overload = op.overload
     dispatch = _find_known_first(overload, functools.partial(_run_known, op))
-    transformed = functools.partial(_transformed, op)
-    library.impl(op.name, functools.partial(_run, op), "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"{NAMESPACE}::{op.name}", lambda *arguments: op.for_fakes(op.check(*arguments)), lib=library
-    )
-    library.impl(op.name, functools.partial(_differentiated, op, dispatch), "Autograd")
+    count = len(overload._schema.arguments)
+
+    def filled_in(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+        """Give `function` all arguments: PyTorch leaves out a level of 0, since it is the last one and the default."""
+        run = functools.partial(function, op, *first)
+        return lambda *given: run(*given) if len(given) == count else run(*given, 0)
+
+    transformed = filled_in(_transformed)
+    library.impl(op.name, filled_in(_run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{op.name}", filled_in(_fake), lib=library)
+    library.impl(op.name, filled_in(_differentiated, dispatch), "Autograd")
     mapped = op.map or functools.partial(one_by_one, overload)
     torch.library.register_vmap(f"{NAMESPACE}::{op.name}", mapped, lib=library)
     # torch.jit.trace cannot take an op whose results may be None. Neither can the older vmap, by which
@@ -117,6 +125,8 @@ def _find_known_first(overload: Any, run_known: Callable[..., Any]) -> Callable[
     dispatch, count = overload._op, len(overload._schema.arguments)
 
     def call(*given: Any, **named: Any) -> Any:
+        if len(given) == count - 1 and not named:  # without the level
+            given = *given, 0
         if len(given) == count and not watched.is_profiled():
             if (known := run_known(*given)) is not None:
                 return known
@@ -129,18 +139,18 @@ def _find_known_first(overload: Any, run_known: Callable[..., Any]) -> Callable[
 def _run_known(op: LibraryOp, *arguments: Any) -> Any:
     """Run an op like an earlier call, without checks; None: none was like it."""
     tensors = op.for_backend(arguments)
-    run = op.known.find(op.known_call(tensors, arguments[op.count : -1], arguments[-1]))
+    run = op.known.find(op.known_call(tensors, arguments[op.count :]))
     return None if run is None else run(tensors)
 
 
 def _run(op: LibraryOp, *arguments: Any) -> Any:
     """Run an op, on real tensors."""
     tensors = op.for_backend(arguments)
-    described = op.known_call(tensors, arguments[op.count : -1], arguments[-1])
+    described = op.known_call(tensors, arguments[op.count :])
     # Not every call comes by `_find_known_first`: AOTInductor's come from C++.
     if (run := op.known.find(described)) is not None:
         return run(tensors)
-    asked = op.check(*arguments)
+    asked = checked_here(op, arguments)
     if (results := op.without_backend(asked)) is not None:
         return results
     call = choose.call_of_op(asked.checked, asked.backend, asked.wanted)
@@ -152,6 +162,16 @@ def _run(op: LibraryOp, *arguments: Any) -> Any:
         call.forward if asked.wanted is None else call.backward,
         lambda _: op.bind(asked.checked.tensors, call, asked),
     )
+
+
+def checked_here(op: LibraryOp, arguments: tuple[Any, ...]) -> CheckedCall:
+    """Check a call that runs now: its level is that of its arguments and the one in effect."""
+    *given, level = arguments
+    return op.check(*given, level | flags())
+
+
+def _fake(op: LibraryOp, *arguments: Any) -> Any:
+    return op.for_fakes(op.check(*arguments))
 
 
 def _differentiated(op: LibraryOp, dispatch: Callable[..., Any], *arguments: Any) -> Any:
@@ -175,19 +195,19 @@ def _differentiated(op: LibraryOp, dispatch: Callable[..., Any], *arguments: Any
 
 
 def _recorded(op: LibraryOp, *arguments: Any) -> Any:
-    tensors, (*numbers, backend) = arguments[: op.count], arguments[op.count :]
+    tensors, options = arguments[: op.count], arguments[op.count :]
 
     def run(tensors: Tensors) -> Any:
         with below_autograd():
-            return op.overload(*tensors, *numbers, backend)
+            return op.overload(*tensors, *options)
 
     assert op.recording is not None
-    recording = op.recording(run, tensors, (*numbers, _backend_in_effect(backend, tensors[0])))
+    recording = op.recording(run, tensors, options_in_effect(options, tensors[0]))
     return op.node.apply(recording, *tensors)
 
 
 def _transformed(op: LibraryOp, *arguments: Any) -> Any:
-    return op.by_operations(op.check(*arguments))
+    return op.by_operations(checked_here(op, arguments))
 
 
 def one_by_one(overload: Any, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
@@ -213,9 +233,10 @@ def one_by_one(overload: Any, info: Any, in_dims: tuple[int | None, ...], *argum
     return (results[0], 0) if is_one else (results, of_batch_dim)
 
 
-def _backend_in_effect(backend: str | None, x: Tensor) -> str | None:
-    """Return the backend of a gradient: autograd's threads do not see `use_backend`. In a graph that is being made None
-    stays, for the backend in effect at each run."""
-    if backend is not None or watched.makes_graph() or choose.why_recorded({"x": x}) is not None:
-        return backend
-    return get_current_backend()
+def options_in_effect(options: Options, x: Tensor) -> Options:
+    """Return the options of a gradient: it has the backend and the level of its forward, and runs later, in a thread
+    that does not see `use_backend`. In a graph that is being made they stay, for those in effect at each run."""
+    *numbers, backend, level = options
+    if watched.makes_graph() or choose.why_recorded({"x": x}) is not None:
+        return options
+    return *numbers, get_current_backend() if backend is None else backend, level | flags()

@@ -37,6 +37,7 @@ from tilegym_rmsnorm.call.validation import (
 )
 from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, Spec, Wanted, shape_of_rstd
+from tilegym_rmsnorm.reproducibility import check_flags, flags
 
 # Whether autocast on CUDA devices casts the inputs of this torch's F.rms_norm.
 HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
@@ -60,9 +61,11 @@ def checked_forward(
     out_dtype: torch.dtype | None,
     *,
     dims: int | None = None,
+    level: int | None = None,
 ) -> Checked:
     """Check a forward over x's last `dims` dimensions. Without dims, over `normalized_shape` as `rms_norm` does: it
-    names x "input", takes complex and nested tensors and empty rows, and casts as autocast does for F.rms_norm."""
+    names x "input", takes complex and nested tensors and empty rows, and casts as autocast does for F.rms_norm. level:
+    flags of reproducibility.py; None: of the level in effect."""
     is_public = dims is None
     names = _PUBLIC if is_public else _FORWARD
     name = names[0]
@@ -85,7 +88,8 @@ def checked_forward(
         x, weight, bias, residual, casting, residual_dtype, out_dtype, is_public
     )
     eps = default_eps(residual_dtype or tensors[0].dtype) if eps is None else eps
-    spec = Spec(n, eps, offset, casting, alpha, out_dtype, residual_dtype, heads)
+    level = flags() if level is None else check_flags(level)
+    spec = Spec(n, eps, offset, casting, alpha, out_dtype, residual_dtype, heads, level)
     return Checked(names, tensors, shape, spec, are_plain)
 
 
@@ -100,9 +104,10 @@ def checked_backward(
     casting: str,
     alpha: float = 1.0,
     dims: int | None = None,
+    level: int | None = None,
 ) -> Checked:
     """Check a backward over x's last dimension, with rstd (M,), or over x's last `dims` dimensions, with rstd of the
-    shape that the library ops give it. x: the tensor that the forward normalized."""
+    shape that the library ops give it. x: the tensor that the forward normalized. level: as for `checked_forward`."""
     are_plain, given = made_plain(x, dy, weight, rstd, d_residual_out)
     if not are_plain:
         check_dtensors(_BACKWARD, given)
@@ -116,7 +121,8 @@ def checked_backward(
     check_rstd(rstd, x, n, dims)
     check_casting(casting)
     alpha = checked_number("residual_alpha", alpha)
-    spec = Spec(n, 0.0, checked_number("offset", offset), casting, alpha, heads=heads)
+    level = flags() if level is None else check_flags(level)
+    spec = Spec(n, 0.0, checked_number("offset", offset), casting, alpha, heads=heads, reproducible=level)
     return Checked(_BACKWARD, given, shape, spec, are_plain)
 
 

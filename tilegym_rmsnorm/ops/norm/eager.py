@@ -232,7 +232,7 @@ def gradients(
             dims = len(bias_shape) - (call.spec.heads > 0)
             found = passes.call_backward((dy, dy, weight, rstd, None), dims, route.call, wanted)
         else:
-            found = None, None, None, operations.db_by_operations(dy, bias_shape, wanted)
+            found = None, None, None, operations.db_by_operations(dy, bias_shape, call.spec, wanted)
     return as_needed(needs, found, bias_shape)
 
 

@@ -47,6 +47,7 @@ from tilegym_rmsnorm.ops.norm.spec import (
     shape_of_rstd,
     wanted_of,
 )
+from tilegym_rmsnorm.reproducibility import flags
 from tilegym_rmsnorm.routes import choose, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
 from tilegym_rmsnorm.routes.known_calls import Run, shared
@@ -60,37 +61,38 @@ KNOWN_FORWARDS, KNOWN_BACKWARDS = shared(), shared()
 SCHEMAS = {
     "rms_norm_forward": (
         "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int normalized_dims, float eps, float offset,"
-        " str casting, float alpha, ScalarType? residual_dtype, ScalarType? out_dtype, str? backend)"
+        " str casting, float alpha, ScalarType? residual_dtype, ScalarType? out_dtype, str? backend,"
+        " int reproducible=0)"
         " -> (Tensor y, Tensor rstd, Tensor? residual_out)"
     ),
     "rms_norm_backward": (
         "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? d_residual_out, int wanted, int normalized_dims,"
         " float offset, str casting, float alpha, ScalarType? dx_dtype, ScalarType? d_residual_dtype,"
-        " ScalarType? dw_dtype, ScalarType? db_dtype, str? backend)"
+        " ScalarType? dw_dtype, ScalarType? db_dtype, str? backend, int reproducible=0)"
         " -> (Tensor dx, Tensor? dw, Tensor? db, Tensor? d_residual)"
     ),
 }
 
 
-def _known_forward(tensors: ForwardTensors, numbers: Options, backend: Any) -> Any:
-    dims, eps, offset, _, alpha, _, _ = numbers
+def _known_forward(tensors: ForwardTensors, options: Options) -> Any:
+    dims, eps, offset, _, alpha, _, _, backend, level = options
     # A number of another type may equal one of these as a key. The dispatcher casts or refuses it.
     if not (type(dims) is int and type(eps) is float and type(offset) is float and type(alpha) is float):
         return None
-    return passes.forward_call(tensors, numbers, backend)
+    return passes.forward_call(tensors, options, backend) if type(level) is int else None
 
 
-def _known_backward(tensors: BackwardTensors, numbers: Options, backend: Any) -> Any:
-    wanted, dims, offset, _, alpha, *_ = numbers
+def _known_backward(tensors: BackwardTensors, options: Options) -> Any:
+    wanted, dims, offset, _, alpha, _, _, _, _, backend, level = options
     if not (type(wanted) is int and type(dims) is int and type(offset) is float and type(alpha) is float):
         return None
-    return passes.backward_call(tensors, numbers, backend)
+    return passes.backward_call(tensors, options, backend) if type(level) is int else None
 
 
 def _check_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> CheckedCall:
     """Check the arguments of the forward op. `own` is normalized_dims."""
-    dims, *numbers, backend = options
-    checked = checks.checked_forward(x, weight, bias, residual, (), *numbers, dims=dims)
+    dims, *numbers, backend, level = options
+    checked = checks.checked_forward(x, weight, bias, residual, (), *numbers, dims=dims, level=level)
     check_backend_name(backend)
     return CheckedCall(checked, backend, own=dims)
 
@@ -101,9 +103,9 @@ def _check_backward(
     """Check the arguments of the backward op. `own` is normalized_dims, and whether dx is wanted. Where no dtype is
     given, dw and db have weight's dtype, without a weight x's. dx has a dtype unless db alone is wanted: kernels always
     write it."""
-    bits, dims, offset, casting, alpha, *dtypes, backend = options
-    given = x, dy, weight, rstd, d_residual_out
-    checked = checks.checked_backward(*given, offset=offset, casting=casting, alpha=alpha, dims=dims)
+    bits, dims, offset, casting, alpha, *dtypes, backend, level = options
+    numbers = {"offset": offset, "casting": casting, "alpha": alpha, "dims": dims, "level": level}
+    checked = checks.checked_backward(x, dy, weight, rstd, d_residual_out, **numbers)
     if not 0 <= bits <= DX + DW + DB + D_RESIDUAL:
         raise ValueError(f"wanted: expected 0 to {DX + DW + DB + D_RESIDUAL}, got {bits}")
     dx, d_residual, dw, db = (checked_dtype("a gradient's dtype", dtype) for dtype in dtypes)
@@ -137,7 +139,8 @@ def _db_alone(asked: CheckedCall) -> tuple[Tensor | None, ...] | None:
     if asked.wanted.dx is not None:
         return None
     x, dy, *_ = asked.checked.tensors
-    return x.new_empty(0), None, operations.db_by_operations(dy, _shape_of_vectors(asked), asked.wanted), None
+    db = operations.db_by_operations(dy, _shape_of_vectors(asked), asked.checked.spec, asked.wanted)
+    return x.new_empty(0), None, db, None
 
 
 def _bind_backward(
@@ -207,8 +210,8 @@ class _ForwardOfOp(RecordedFunction):
 
 def _recording(run: Run, tensors: tuple[Any, ...], options: Options) -> Recording:
     x, residual, weight, bias = tensors
-    dims, eps, offset, casting, alpha, *_, backend = options
-    call = Call(Spec(0, eps, offset, casting, alpha), backend)
+    dims, eps, offset, casting, alpha, *_, backend, level = options
+    call = Call(Spec(0, eps, offset, casting, alpha, reproducible=level), backend)
     dtypes, bias_shape = tuple(map(dtype_of, tensors)), () if bias is None else bias.shape
     gradients = functools.partial(_gradients_of_op, call, dims, dtypes, bias_shape)
     given = x, weight, bias, residual
@@ -232,7 +235,7 @@ def _gradients_of_op(
     if choose.why_create_graph() is None:
         found = passes.call_backward(tensors, dims, call, wanted, needs_dx=needs[0] or needs[1])
     elif wanted.dx is None:
-        found = None, None, None, operations.db_by_operations(tensors[1], bias_shape, wanted)
+        found = None, None, None, operations.db_by_operations(tensors[1], bias_shape, call.spec, wanted)
     else:
         found = operations.gradients_of_saved(tensors, dims, call, wanted)
     return as_needed(needs, found, bias_shape)
@@ -348,5 +351,5 @@ def norm_in_graph(
     (x, weight, bias, residual), (casting, residual_dtype, out_dtype) = filled_in(*given)
     eps = default_eps(residual_dtype or x.dtype) if eps is None else eps
     numbers = dims, eps, offset, casting, alpha, residual_dtype, out_dtype
-    y, _, residual_out = FORWARD(x, residual, weight, bias, *numbers, backend)
+    y, _, residual_out = FORWARD(x, residual, weight, bias, *numbers, backend, flags())
     return y if residual is None else (y, residual_out)

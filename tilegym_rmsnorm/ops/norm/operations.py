@@ -24,7 +24,8 @@ from tilegym_rmsnorm.call.validation import is_known
 from tilegym_rmsnorm.call.watched import is_symbol, is_transformed, makes_graph
 from tilegym_rmsnorm.ops.norm import reference
 from tilegym_rmsnorm.ops.norm.reference import wide_sum
-from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import NORM_OPS, BackwardTensors, ForwardTensors, Gradients, Spec, Wanted
+from tilegym_rmsnorm.reproducibility import tell_of_operations
 
 
 def norm_by_operations(
@@ -82,10 +83,11 @@ def gradients_of_sum(
     return dx, d_residual
 
 
-def db_by_operations(dy: Tensor, shape: tuple[int, ...], wanted: Wanted) -> Tensor:
+def db_by_operations(dy: Tensor, shape: tuple[int, ...], spec: Spec, wanted: Wanted) -> Tensor:
     """Compute db where no other gradient is wanted: dy summed over the dimensions before the last ones, `shape`."""
     assert wanted.db is not None
     check_memory(dy=dy)
+    tell_of_operations(NORM_OPS[1], spec, dy)
     return reference.sum_of_rows(dy, shape, compute_dtype(dy.dtype), wanted.db)
 
 
@@ -115,6 +117,7 @@ def _by_f_rms_norm(
     communication. Where F.rms_norm alone is not this call, the weight is applied after it, or it runs in the wider
     dtype. Without a weight casting and offset have no effect, unless y is wider than x."""
     x, weight, bias, residual = tensors
+    tell_of_operations(NORM_OPS[0], spec, x)
     y_dtype, residual_out, wide = x.dtype if spec.y_dtype is None else spec.y_dtype, None, None
     if residual is not None:
         joint, dtype = promoted(x.dtype, residual.dtype), spec.residual_dtype

@@ -68,7 +68,7 @@ def norm_call(tensors: ForwardTensors, numbers: tuple[Any, ...], backend: Any) -
 
 
 def forward_call(tensors: ForwardTensors, numbers: tuple[Any, ...], backend: Any) -> Any:
-    """Describe a forward. numbers: all arguments but tensors and backend."""
+    """Describe a forward. numbers: all arguments that are no tensors; the backend may be left out."""
     x, weight, bias, residual = tensors
     parts = weight is None, bias is None, residual is None, len(IN_USE) and is_marked(weight)
     return call_of((x,) if residual is None else (x, residual), (weight, bias), parts, numbers, backend)
@@ -160,7 +160,7 @@ def arguments_of_forward(checked: Checked, backend: str | None) -> tuple[Any, ..
     """Return the arguments of the forward op for a call that passed all checks."""
     (x, weight, bias, residual), spec = checked.tensors, checked.spec
     dtypes = spec.residual_dtype, spec.y_dtype
-    return x, residual, weight, bias, len(checked.shape), *spec[1:5], *dtypes, backend
+    return x, residual, weight, bias, len(checked.shape), *spec[1:5], *dtypes, backend, spec.reproducible
 
 
 def call_backward(
@@ -179,7 +179,8 @@ def call_backward(
     bits += DW * (wanted.dw is not None) + DB * (wanted.db is not None)
     numbers = bits, dims, call.spec.offset, call.spec.casting, call.spec.alpha
     backward = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
-    dx, dw, db, d_residual = backward(dy, x, weight, rstd, d_residual_out, *numbers, *wanted, call.backend)
+    options = *numbers, *wanted, call.backend, call.spec.reproducible
+    dx, dw, db, d_residual = backward(dy, x, weight, rstd, d_residual_out, *options)
     return dx if bits & DX else None, d_residual, dw, db
 
 

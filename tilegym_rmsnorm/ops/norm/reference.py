@@ -39,7 +39,16 @@ from tilegym_rmsnorm.call.arithmetic import (
     rstd_torch,
 )
 from tilegym_rmsnorm.call.spec import dtype_of
-from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.ops.norm.spec import (
+    NORM_OPS,
+    BackwardTensors,
+    ForwardTensors,
+    Gradients,
+    Outputs,
+    Spec,
+    Wanted,
+)
+from tilegym_rmsnorm.reproducibility import tell_of_operations
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
@@ -75,6 +84,7 @@ def forward_torch(tensors: ForwardTensors, spec: Spec, dims: int = 1) -> Outputs
     Nothing is flattened, so tensors may be sharded or jagged in the middle.
     """
     x, weight, bias, residual = tensors
+    tell_of_operations(NORM_OPS[0], spec, x)
     y_dtype, residual_out = x.dtype if spec.y_dtype is None else spec.y_dtype, None
     if residual is None:
         # Cast once: where PyTorch derives the gradient of x, each cast rounds it once.
@@ -117,6 +127,7 @@ def gradients_torch(tensors: BackwardTensors, spec: Spec, wanted: Wanted, dims: 
     for each normalized dimension. db has weight's shape, without a weight that of a row.
     """
     x, dy, weight, rstd, d_residual_out = tensors
+    tell_of_operations(NORM_OPS[1], spec, x)
     dtype = joint_dtype(x, weight, dy, d_residual_out)
     rstd, dy = rstd.to(dtype), dy.to(dtype)
     if rstd.ndim != x.ndim:

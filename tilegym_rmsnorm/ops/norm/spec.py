@@ -41,6 +41,7 @@ class Spec(NamedTuple):
     y_dtype: torch.dtype | None = None  # None: x's dtype
     residual_dtype: Any = None  # torch.dtype of residual_out; None exactly where there is no residual
     heads: int = 0  # H of a per-head weight and bias, (H, n); 0 where one weight serves all rows of x
+    reproducible: int = 0  # flags of the level, see reproducibility.py
 
     @property
     def ops(self) -> tuple[str, str]:

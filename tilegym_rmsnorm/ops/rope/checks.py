@@ -43,6 +43,7 @@ from tilegym_rmsnorm.call.validation import (
 )
 from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
 from tilegym_rmsnorm.ops.rope.spec import RopeRounding, RopeSpec
+from tilegym_rmsnorm.reproducibility import check_flags, flags
 
 ROUNDINGS = get_args(RopeRounding)
 POSITION_DTYPES = torch.int64, torch.int32
@@ -51,9 +52,10 @@ _NAMES = "q", "k", "q_weight", "k_weight", "cos", "sin", "position_ids"
 _OF_ONE = "x", "k", "weight", "k_weight", "cos", "sin", "position_ids"  # of rms_norm_rope
 
 
-def checked_rope(tensors: Sequence[Any], numbers: Sequence[Any]) -> Checked:
+def checked_rope(tensors: Sequence[Any], numbers: Sequence[Any], level: int | None = None) -> Checked:
     """Check a forward: q, k, q_weight, k_weight, cos, sin, position_ids, and numbers in the order of `_checked_spec`.
-    q and k have four dimensions (B, T, H, D), or three (T, H, D). k is None for `rms_norm_rope`."""
+    q and k have four dimensions (B, T, H, D), or three (T, H, D). k is None for `rms_norm_rope`. level: flags of
+    reproducibility.py; None: of the level in effect."""
     q, k, q_weight, k_weight, *tables = tensors
     names = names_of(tensors)
     eps, offset, rotary_dim, *others = numbers
@@ -64,7 +66,8 @@ def checked_rope(tensors: Sequence[Any], numbers: Sequence[Any]) -> Checked:
         check_dtensors(names, given)
     if get_trace() is not None:
         rotary_dim = outside_of_trace(size_outside_of_trace, rotary_dim)
-    spec = outside_of_trace(_checked_spec, names, *given, eps, offset, rotary_dim, *others)
+    level = flags() if level is None else check_flags(level)
+    spec = outside_of_trace(_checked_spec, names, *given, eps, offset, rotary_dim, *others, level)
     return Checked(names, given, given[0].shape[-1:], spec, are_plain)
 
 
@@ -83,6 +86,7 @@ def _checked_spec(
     interleaved: bool,
     casting: str,
     rope_rounding: str,
+    level: int,
 ) -> RopeSpec:
     _check_heads(names[0], q)
     n = q.shape[-1]
@@ -115,13 +119,16 @@ def _checked_spec(
         checked_bool("interleaved", interleaved),
         casting,
         rope_rounding,
+        level,
     )
 
 
-def checked_rope_backward(tensors: Sequence[Any], numbers: Sequence[Any]) -> Checked:
+def checked_rope_backward(
+    tensors: Sequence[Any], numbers: Sequence[Any], level: int | None = None
+) -> Checked:
     """Check a backward: the gradients of the outputs, and behind them the forward's tensors; the forward's numbers."""
     are_plain, (dq_out, dk_out) = made_plain(*tensors[:2])
-    names, given, shape, spec, are_others_plain = checked_rope(tensors[2:], numbers)
+    names, given, shape, spec, are_others_plain = checked_rope(tensors[2:], numbers, level)
     q, k = given[:2]
     check_like(f"d{names[0]}_out", dq_out, q, names[0])
     if k is not None:

@@ -24,6 +24,7 @@ from tilegym_rmsnorm.call.validation import are_equal_in_graph
 from tilegym_rmsnorm.ops.rope import passes
 from tilegym_rmsnorm.ops.rope.checks import ROUNDINGS, check_tables, checked_rope, checked_rope_backward
 from tilegym_rmsnorm.ops.rope.spec import OF_K, OF_Q, ROPE_OPS, RopeGradients, RopeOutputs, wanted_of
+from tilegym_rmsnorm.reproducibility import flags
 from tilegym_rmsnorm.routes import by_library_ops, known_calls, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
 from tilegym_rmsnorm.routes.known_calls import Run
@@ -37,7 +38,8 @@ _FORWARD_TENSORS = (
     "Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? position_ids"
 )
 _NUMBERS = (
-    "float eps, float offset, int rotary_dim, bool interleaved, str casting, str rope_rounding, str? backend"
+    "float eps, float offset, int rotary_dim, bool interleaved, str casting, str rope_rounding,"
+    " str? backend, int reproducible=0"
 )
 SCHEMAS = {
     ROPE_OPS[0]: f"({_FORWARD_TENSORS}, {_NUMBERS}) -> (Tensor q_out, Tensor? k_out)",
@@ -48,21 +50,26 @@ SCHEMAS = {
 }
 
 
-def _known_backward(tensors: Tensors, numbers: Options, backend: Any) -> Any:
-    wanted = numbers[0]
-    return passes.known_call(tensors, numbers[1:], backend, wanted) if type(wanted) is int else None
+def _known_forward(tensors: Tensors, options: Options, wanted: Any = 0) -> Any:
+    *_, backend, level = options
+    return passes.known_call(tensors, options, backend, wanted) if type(level) is int else None
+
+
+def _known_backward(tensors: Tensors, options: Options) -> Any:
+    wanted = options[0]
+    return _known_forward(tensors, options[1:], wanted) if type(wanted) is int else None
 
 
 def _check_forward(*arguments: Any) -> CheckedCall:
-    *numbers, backend = arguments[7:]
+    *numbers, backend, level = arguments[7:]
     check_backend_name(backend)
-    return CheckedCall(checked_rope(arguments[:7], numbers), backend)
+    return CheckedCall(checked_rope(arguments[:7], numbers, level), backend)
 
 
 def _check_backward(*arguments: Any) -> CheckedCall:
-    bits, *numbers, backend = arguments[9:]
+    bits, *numbers, backend, level = arguments[9:]
     check_backend_name(backend)
-    checked = checked_rope_backward(arguments[:9], numbers)
+    checked = checked_rope_backward(arguments[:9], numbers, level)
     if not 0 <= bits <= OF_Q + OF_K:
         raise ValueError(f"wanted: expected 0 to {OF_Q + OF_K}, got {bits}")
     return CheckedCall(checked, backend, wanted_of(bits, *checked.tensors[4:6]))
@@ -149,7 +156,7 @@ FORWARD_OP = LibraryOp(
     count=7,
     for_backend=itemgetter(slice(7)),
     known=known_calls.shared(),
-    known_call=passes.known_call,
+    known_call=_known_forward,
     check=_check_forward,
     bind=lambda tensors, call, _: passes.bind_forward(tensors, call),
     for_fakes=_outputs_for_fakes,
@@ -177,7 +184,7 @@ FORWARD, BACKWARD = library_op.define(FORWARD_OP), library_op.define(BACKWARD_OP
 CALLS = PublicCalls(
     forward=FORWARD_OP,
     known=known_calls.shared(),
-    arguments=lambda checked, backend: (*checked.tensors, *checked.spec[1:], backend),
+    arguments=lambda checked, backend: (*checked.tensors, *by_library_ops.options_of(checked.spec, backend)),
     in_order=_same,
     returned=lambda tensors: _same,
     by_operations=_by_operations,
@@ -222,4 +229,4 @@ def rope_in_graph(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: A
         return None
     check_tables(cos, sin, positions, q, rotary_dim, "x" if k is None else "q")
     eps = default_eps(q.dtype) if eps is None else eps
-    return FORWARD(*tensors, eps, offset, rotary_dim, interleaved, casting, rounding, backend)
+    return FORWARD(*tensors, eps, offset, rotary_dim, interleaved, casting, rounding, backend, flags())

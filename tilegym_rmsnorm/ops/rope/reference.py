@@ -34,6 +34,7 @@ from torch import Tensor
 from tilegym_rmsnorm.call.arithmetic import joint_dtype, round_xhat, rounded_value, rstd_torch
 from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.ops.rope.spec import (
+    ROPE_OPS,
     RopeBackwardTensors,
     RopeGradients,
     RopeOutputs,
@@ -41,6 +42,7 @@ from tilegym_rmsnorm.ops.rope.spec import (
     RopeTensors,
     RopeWanted,
 )
+from tilegym_rmsnorm.reproducibility import tell_of_operations
 
 
 class Tables(NamedTuple):
@@ -55,6 +57,7 @@ class Tables(NamedTuple):
 def rope_forward_torch(tensors: RopeTensors, spec: RopeSpec) -> RopeOutputs:
     """Compute q_out and k_out, None without k."""
     q, k, q_weight, k_weight, cos, sin, positions = tensors
+    tell_of_operations(ROPE_OPS[0], spec, q)
     tables = tables_at(cos, sin, positions, spec, q.shape[:2])
     q_out = _normalized_and_rotated(q, q_weight, tables, spec)
     return q_out, None if k is None else _normalized_and_rotated(k, k_weight, tables, spec)
@@ -63,6 +66,7 @@ def rope_forward_torch(tensors: RopeTensors, spec: RopeSpec) -> RopeOutputs:
 def rope_gradients_torch(tensors: RopeBackwardTensors, spec: RopeSpec, wanted: RopeWanted) -> RopeGradients:
     """Compute dq and dk, in the dtypes of q and k, and the wanted gradients of the weights; others are None."""
     dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions = tensors
+    tell_of_operations(ROPE_OPS[1], spec, q)
     tables = tables_at(cos, sin, positions, spec, q.shape[:2])
     dq, dq_weight = _gradients(dq_out, q, q_weight, tables, spec, wanted.dq_weight)
     if k is None or dk_out is None:

@@ -34,7 +34,7 @@ RopeGradients = tuple[Tensor, Maybe, Maybe, Maybe]  # dq, dk, dq_weight, dk_weig
 
 class RopeSpec(NamedTuple):
     """Numbers of a call: each head of n elements is normalized, then its first `rotary_dim` elements are rotated. Those
-    behind n are the numbers of the library ops, in their order."""
+    between n and reproducible are the numbers of the library ops, in their order."""
 
     n: int  # elements of a head, D
     eps: float
@@ -43,6 +43,7 @@ class RopeSpec(NamedTuple):
     interleaved: bool  # pairs are elements 2i and 2i + 1; else i and i + R / 2
     casting: str
     rope_rounding: str  # "end", "norm" or "each"
+    reproducible: int = 0  # flags of the level, see reproducibility.py
 
     @property
     def ops(self) -> tuple[str, str]:
@@ -56,7 +57,7 @@ class RopeSpec(NamedTuple):
         return (q.dtype, dtype_of(q_weight), *others), (q, k, *gradients), ("rotary embedding",)
 
 
-ROPE_OPTIONS = RopeSpec._fields[1:]
+ROPE_OPTIONS = RopeSpec._fields[1:-1]
 
 
 class RopeWanted(NamedTuple):

@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Let settings hold for a process, a `with` block or a decorated function.
+
+`ProcessWide` is a setting of all threads, and `ProcessBlock` sets one inside a block. `Block` alone is the base of
+blocks that hold elsewhere, as `use_backend` (settings.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+LOCK = threading.Lock()  # of all settings of the process, and of what is kept of them
+WHEN_CHANGED: list[Callable[[], None]] = []  # called after each change, while LOCK is held
+
+
+class Block(contextlib.ContextDecorator):
+    """Base of `with` blocks that decorate a function too: each of its calls is a block."""
+
+    def __call__(self, function: _Function) -> _Function:
+        """Decorate `function`. A coroutine or generator raises TypeError: a block around its call ends before its body
+        begins."""
+        if (
+            inspect.iscoroutinefunction(function)
+            or inspect.isgeneratorfunction(function)
+            or inspect.isasyncgenfunction(function)
+        ):
+            raise TypeError(
+                f"{type(self).__name__}: expected a plain function, got {function!r}. Put a `with` block into its body"
+            )
+        return super().__call__(function)
+
+
+@dataclass(eq=False)
+class _Said:
+    """Value set for the process, or by a block that has begun. None: the environment says it."""
+
+    value: Any
+
+
+class ProcessWide:
+    """Setting of all threads: of the blocks that have not ended, the one that began last holds."""
+
+    def __init__(self, by_environment: Callable[[], Any]) -> None:
+        self._by_environment = functools.cache(by_environment)
+        self._said = [
+            _Said(None)
+        ]  # the process's first, then those of the blocks of all threads, as they began
+
+    @property
+    def said(self) -> Any:
+        """The value that holds, None where the environment says it."""
+        return self._said[-1].value
+
+    def get(self) -> Any:
+        said = self.said  # read once: another thread may set it meanwhile
+        return self._by_environment() if said is None else said
+
+    def set(self, value: Any) -> None:
+        """Set what holds: the last block's, until that ends. None: read the environment again."""
+        if value is None:
+            self._by_environment.cache_clear()
+        with LOCK:
+            self._said[-1].value = value
+            _call_when_changed()
+
+    def begin(self, value: Any) -> _Said:
+        """Begin a block. Return what ends it."""
+        if value is None:
+            self._by_environment.cache_clear()
+        said = _Said(value)
+        with LOCK:
+            self._said.append(said)
+            _call_when_changed()
+        return said
+
+    def end(self, said: _Said) -> None:
+        with LOCK:
+            self._said.remove(said)  # at any position: blocks of threads end in any order
+            _call_when_changed()
+
+
+class ProcessBlock(Block):
+    """Block that sets a `ProcessWide`."""
+
+    _setting: ClassVar[ProcessWide]
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._begun: list[_Said] = []  # one object may serve several blocks
+
+    def __enter__(self) -> None:
+        self._begun.append(self._setting.begin(self._value))
+
+    def __exit__(self, *_: object) -> None:
+        self._setting.end(self._begun.pop())
+
+
+def _call_when_changed() -> None:
+    for function in WHEN_CHANGED:
+        function()
