@@ -42,7 +42,7 @@ def _checked(level: object, order: object = None, what: str = "level") -> int:
         raise ValueError(f"{what}: expected one of {', '.join(map(repr, LEVELS))}, got {level!r}")
     if order is not None and order != "vllm":
         raise ValueError(f"order: expected 'vllm' or None, got {order!r}")
-    return LEVELS[level] | (LEVELS["vllm"] if order else 0)  # type: ignore[index]
+    return LEVELS[level] | (LEVELS["vllm"] if order else 0)
 
 
 def check_flags(flags: int) -> int:

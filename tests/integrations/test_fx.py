@@ -295,12 +295,12 @@ def test_what_the_ops_are_given():
         node for node in gm.graph.nodes if node.target in (OUR_FORWARD, OUR_BACKWARD)
     ]
     numbers = 0.0, "once", 1.0, None, None  # no residual: alpha 1
-    assert first.args == (x, None, weight, None, 1, 1e-5, *numbers, "torch")
-    assert second.args[1:] == (None, None, None, 1, 1e-3, *numbers, "torch")
+    assert first.args == (x, None, weight, None, 1, 1e-5, *numbers, "torch", 0)
+    assert second.args[1:] == (None, None, None, 1, 1e-3, *numbers, "torch", 0)
     assert of_first.args[1:3] == (x, weight)
-    assert of_first.args[4:] == (None, 3, 1, *numbers, None, None, "torch")
+    assert of_first.args[4:] == (None, 3, 1, *numbers, None, None, "torch", 0)
     assert of_second.args[2] is None
-    assert of_second.args[4:] == (None, 1, 1, *numbers, None, None, "torch")
+    assert of_second.args[4:] == (None, 1, 1, *numbers, None, None, "torch", 0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
@@ -366,7 +366,7 @@ def test_a_backend_is_that_in_effect_unless_it_is_named(caplog):
     gm, _ = trace(lambda x: F.rms_norm(x, (8,), eps=1e-5), X)
     named = replace_rmsnorm_pass(copy.deepcopy(gm), backend="torch")
     replace_rmsnorm_pass(gm)
-    assert "None)" in gm.code and "'torch')" in named.code
+    assert "None, 0)" in gm.code and "'torch', 0)" in named.code
     with use_backend("triton"), caplog.at_level(logging.INFO, "tilegym_rmsnorm"):
         if why_skip("triton"):
             with pytest.raises(BackendUnavailableError, match="triton"):
