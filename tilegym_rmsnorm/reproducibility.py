@@ -133,7 +133,8 @@ class reproducible(ProcessBlock):  # in lower case, since callers use it as a fu
 
     The block holds for the whole process, not for this thread alone. Of nested blocks, and of blocks of several
     threads, the block that began last holds, whole: inside `reproducible("device")` a block `reproducible("run")`
-    promises what `"run"` does. A backward has the level of its forward, wherever and whenever it runs.
+    promises what `"run"` does. A backward has the level of its forward, wherever and whenever it runs; but
+    torch.utils.checkpoint runs the forward again, under the level in effect in the backward.
 
     torch.compile compiles a function again where it runs under another level. A block inside a compiled function holds
     for the calls that are traced in it. An exported graph keeps the level that it was exported under, and follows the

@@ -342,3 +342,9 @@ def test_fused_rms_norms():
         "aten::_fused_rms_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd,"
         " Tensor? weight, bool[2] output_mask) -> (Tensor, Tensor)"
     )
+
+
+def test_the_mark_of_a_constant_result():
+    """reproducibility.py sets it by itself: `torch.compiler.assume_constant_result` imports Dynamo."""
+    marked = torch.compiler.assume_constant_result(lambda: 1)
+    assert vars(marked) == {"_dynamo_marked_constant": True}

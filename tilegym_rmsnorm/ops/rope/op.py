@@ -51,8 +51,7 @@ SCHEMAS = {
 
 
 def _known_forward(tensors: Tensors, options: Options, wanted: Any = 0) -> Any:
-    *_, backend, level = options
-    return passes.known_call(tensors, options, backend, wanted) if type(level) is int else None
+    return passes.known_call(tensors, options, options[-2], wanted) if type(options[-1]) is int else None
 
 
 def _known_backward(tensors: Tensors, options: Options) -> Any:

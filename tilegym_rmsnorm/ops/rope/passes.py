@@ -37,7 +37,7 @@ from tilegym_rmsnorm.routes.main_grad import IN_USE, adds, gradient_of, is_marke
 def known_call(tensors: Tensors, numbers: tuple[Any, ...], backend: Any, wanted: Any = 0) -> Any:
     """Describe a forward or a backward for known calls; None where it cannot be known. numbers: `ROPE_OPTIONS`; of an
     op all behind them too. wanted: of a backward."""
-    eps, offset, rotary_dim, interleaved, *_ = numbers
+    eps, offset, rotary_dim, interleaved = numbers[:4]
     # A number of another type may equal one of these as a key, but must raise an error, or be cast by the dispatcher.
     is_usual = (eps is None or type(eps) is float) and type(offset) is float and type(interleaved) is bool
     if not is_usual or not (rotary_dim is None or type(rotary_dim) is int):
