@@ -74,20 +74,20 @@ def _keep_said() -> None:
 WHEN_CHANGED.append(_keep_said)
 
 
+def flags() -> int:
+    """Return the flags of the level in effect. ValueError where the variable names none."""
+    if traced_levels:
+        return traced_levels[-1]
+    said = _said  # read once: another thread may set it meanwhile
+    return _read() if said < 0 else said
+
+
 def _read() -> int:
     return _LEVEL.get()
 
 
 # As torch.compiler.assume_constant_result does, which would import Dynamo with this module.
 _read._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def flags() -> int:
-    """Return the flags of the level in effect. ValueError where the variable names none."""
-    if is_traced() and traced_levels:
-        return traced_levels[-1]
-    said = _said  # read once: another thread may set it meanwhile
-    return _read() if said < 0 else said
 
 
 def name_of(flags: int) -> str:

@@ -13,6 +13,7 @@ from every_op import each_op, fewest, fresh, note_unknown, of_each_op, usual
 from helpers import why_skip
 from levels import LEVELS, NotedLevels
 from processes import mesh_of_one, placed
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilegym_rmsnorm as tr
 from tilegym_rmsnorm import reproducibility
@@ -197,6 +198,25 @@ def test_dtensors(noted, op):
             assert set(noted.take()[1]) == {flags}
 
 
+@each_op
+def test_ops_of_dtensors(noted, op):
+    """Of which backwards are known by themselves."""
+    from torch.distributed.tensor import Replicate
+
+    with mesh_of_one() as mesh:
+        made = fresh(op, next(iter(op.placed.values())))
+        given = made.of_backward(1)
+        count = sum(each is None or isinstance(each, torch.Tensor) for each in given[:9])
+        tensors = [each if each is None else each.detach() for each in given[:count]]
+        noted.take()
+        for argument in (0, 3):
+            for name, flags in LEVELS * 2:
+                with tr.reproducible(name), torch.no_grad():
+                    on_mesh = placed(tensors, mesh, [Replicate()] * count)
+                    op.backward(*on_mesh, *given[count:], argument)
+                assert noted.take() == ([], [argument | flags])
+
+
 @pytest.mark.parametrize("name", ["triton", "cutile"])
 def test_the_aten_override_has_the_level_in_effect(noted, name):
     if reason := why_skip(name):
@@ -224,6 +244,14 @@ def test_passes_over_graphs_write_the_level():
         replace_rmsnorm_pass(gm)
     found = [node.args[-1] for node in gm.graph.nodes if node.op == "call_function"]
     assert found == [3, 3]
+
+
+def test_a_graph_of_the_adapter_has_the_level():
+    tensors = torch.randn(3, N), torch.rand(N), torch.randn(3, N), torch.ones(3)
+    more = torch.randn(3, N, dtype=torch.float64)
+    with tr.reproducible("device"):
+        gm = make_fx(lambda *given: quack.rmsnorm_bwd(*given, more)[0])(*tensors)
+    assert [node.args[-1] for node in gm.graph.nodes if "tilegym" in str(node.target)] == [3]
 
 
 def test_the_log_names_the_level_of_a_choice(caplog):

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="guards are counted with 2.13"),
 ]
 
-N, MOST = 8, 61
+N, MOST = 8, 67
 X, R, W = torch.randn(3, 4, N), torch.randn(3, 4, N), torch.rand(N)
 TABLE = torch.randn(4, N)
 

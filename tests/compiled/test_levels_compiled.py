@@ -16,6 +16,7 @@ from levels import LEVELS, NotedLevels
 from processes import run_script
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import export
+from torch.torch_version import TorchVersion
 
 import tilegym_rmsnorm as tr
 from tilegym_rmsnorm import reproducibility
@@ -275,6 +276,7 @@ from torch._dynamo.utils import counters
 import tilegym_rmsnorm as tr
 
 noted = NotedLevels(pytest.MonkeyPatch())
+torch._dynamo.config.caching_precompile = PRECOMPILES
 torch.manual_seed(0)
 W, X = torch.rand(8), torch.randn(3, 8)
 
@@ -291,13 +293,15 @@ for level in sys.argv[1:]:
         y = torch.compile(step, fullgraph=True)(X.clone().requires_grad_(), W.clone().requires_grad_())
     y.sum().backward()
     hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
-    print(json.dumps([level, noted.take(), hits]))
+    print(json.dumps([level, noted.take(), hits, counters["stats"]["unique_graphs"]]))
+if PRECOMPILES:
+    torch.compiler.save_cache_artifacts()  # writes the folder of the cache, too
 """
 
 
 def test_caches_that_another_process_filled_tell_levels_apart(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(CACHED)
+    script.write_text(CACHED.replace("PRECOMPILES", "False"))
     kept = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
@@ -309,7 +313,22 @@ def test_caches_that_another_process_filled_tell_levels_apart(tmp_path):
         assert result.returncode == 0, result.stderr[-3000:]
         found += map(json.loads, result.stdout.splitlines())
     flags = dict(LEVELS)
-    for level, (forwards, backwards), _ in found:
+    for level, (forwards, backwards), *_ in found:
         assert forwards == backwards == [flags[level]]
-    hits = [any(each) for _, _, each in found]
+    hits = [any(each) for _, _, each, _ in found]
     assert hits == [False, False, True, False, True, True], "the caches are in use"
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="guards are kept from 2.13 on")
+def test_graphs_that_another_process_saved_promise_no_less(tmp_path):
+    """PyTorch compares numbers of modules with those of the process that loads a graph, when it loads it."""
+    script = tmp_path / "script.py"
+    script.write_text(CACHED.replace("PRECOMPILES", "True"))
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    found = []
+    for level in ("run", "run", "batch"):
+        result = run_script(script, level, **kept)
+        assert result.returncode == 0, result.stderr[-3000:]
+        found += map(json.loads, result.stdout.splitlines())
+    assert [forwards for _, (forwards, _), *_ in found] == [[0], [0], [1]]
+    assert [bool(graphs) for *_, graphs in found][:2] == [True, False], "traced"
