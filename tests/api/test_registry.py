@@ -37,6 +37,7 @@ from tilegym_rmsnorm.commands import doctor
 from tilegym_rmsnorm.integrations.fx import replace_rmsnorm_pass
 from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPS
+from tilegym_rmsnorm.reproducibility import BATCH, DEVICE, VLLM
 from tilegym_rmsnorm.settings import (
     AUTO_ORDER,
     NAMES,
@@ -177,6 +178,14 @@ def test_a_named_backend_never_falls_back(fake_backends, name):
         assert part in str(error.value)
     with use_backend(name), pytest.raises(BackendUnavailableError):
         _chosen()
+
+
+@pytest.mark.parametrize("level", [BATCH | VLLM, BATCH | DEVICE | VLLM])
+def test_vllms_order_is_tritons(fake_backends, level):
+    request = CUDA_REQUEST._replace(reproducible=level)
+    assert _chosen() is not _chosen("triton") and _chosen(request=request) is _chosen("triton", request)
+    with pytest.raises(BackendUnavailableError, match="the compiler owns the order of its sums"):
+        _chosen("cutile", request)
 
 
 def test_the_log_says_what_was_chosen_and_why_not_the_others(fake_backends, caplog, monkeypatch):

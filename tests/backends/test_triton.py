@@ -26,6 +26,7 @@ from variants import Variant
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.triton.config import BackwardConfig, ForwardConfig, Tile
 from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
+from tilegym_rmsnorm.reproducibility import BATCH, VLLM
 
 needs_kernels = pytest.mark.skipif(why_skip("triton") is not None, reason=str(why_skip("triton")))
 
@@ -142,9 +143,13 @@ def test_arguments_are_named_as_parameters(monkeypatch):
         _, rstd, residual_out = launch.rms_norm_forward(spec, (x, weight, bias, residual))
         tensors = residual_out, dy, weight, rstd, d_residual_out
         launch.rms_norm_backward(spec, tensors, variants.wanted_of(variant))
+    inputs = make_inputs(3, 64)
+    as_vllm = _spec(inputs)._replace(reproducible=BATCH | VLLM)
+    launch.rms_norm_forward(as_vllm, (inputs.x, inputs.weight, None, None))
     call = rope_cases.make(RopeCase(positions="each"), DEVICE)
     launch.qk_norm_rope_forward(call.spec, call.tensors)
     launch.qk_norm_rope_backward(call.spec, call.backward_tensors, call.wanted)
+    of_rows = {"T", "H", "M", "alpha", "bias_ptr", *stride_names("x", "residual")} - {"x_row_stride"}
     of_backward = {
         "d_residual_out_ptr",
         "d_residual_ptr",
@@ -156,8 +161,9 @@ def test_arguments_are_named_as_parameters(monkeypatch):
     of_gradients = {f"d{each}_{of}_ptr" for each in "qk" for of in ("out", "weight_partial")}
     assert absent == {
         None: set(),  # sum_partials
-        "forward_rows": set(),
-        "forward_reread": {"M"},
+        "forward_rows": {"n"},
+        "forward_reread": {"M", "n"},
+        "forward_vllm": {*of_rows, "residual_ptr", "residual_out_ptr"},
         "backward_dx": set(),
         "backward_dx_reread": {"c_ptr"},
         "backward_c": {"M", *of_backward, *stride_names("d_residual_out")},

@@ -93,6 +93,20 @@ def test_programs_of_all_heads_fit_the_sms_that_are_left(heads, margin):
             assert plan.walks <= whole.walks
 
 
+@pytest.mark.parametrize("heads", [1, 3, 300])
+def test_fixed_walks_depend_on_neither_rows_nor_gpu(heads):
+    """But each has a row: what is appended goes to walks behind, or behind in the same walks."""
+    for n in WIDTHS:
+        most = backward_config(2**31 - 1, n, 132, heads, is_fixed=True)
+        for m in BATCHES:
+            plans = {
+                backward_config(m, n, sms, heads, left, is_fixed=True)
+                for sms, left in ((16, None), (78, 70), (132, None), (148, 148))
+            }
+            steps = -(-m // most.tile.rows)
+            assert plans == {dataclasses.replace(most, walks=min(steps, most.walks))}
+
+
 HEADS = {
     "grouped": (RopeHeads(40, False), RopeHeads(8, False)),
     "q alone": (RopeHeads(16, False),),
@@ -172,8 +186,34 @@ def test_what_rope_compiles_depends_neither_on_the_batch_nor_on_a_margin():
 
 def test_config_imports_neither_torch_nor_triton():
     package = config.__name__.rpartition(".")[0]
-    for module, own in ((config, set()), (config_rope, {package, "bisect", "collections.abc", "typing"})):
+    for module, own in (
+        (config, set()),
+        (config_rope, {package, "bisect", "collections.abc", "functools", "typing"}),
+    ):
         tree = ast.parse(Path(module.__file__).read_text())
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert imported == {"__future__", "dataclasses"} | own
         assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
+
+
+def test_fixed_walks_of_rope_depend_on_neither_tokens_nor_gpu():
+    for heads in HEADS.values():
+        for D, R in DIMS:
+            form = rope_form(D, R, **NO_FLAGS)
+            most = rope_backward_config(form, 2**31 - 1, heads, 132, is_fixed=True)
+            assert sum(most.programs) <= 132 * config.WARPS_PER_SM // most.num_warps or max(most.walks) == 1
+            for m in BATCHES:
+                few, other = (
+                    rope_backward_config(form, m, heads, sms, left, is_fixed=True)
+                    for sms, left in ((16, 15), (148, None))
+                )
+                assert few == other
+                assert dataclasses.replace(few, walks=(), programs=()) == dataclasses.replace(
+                    most, walks=(), programs=()
+                )
+                for side, (tile, each) in enumerate(zip(most.tiles, heads, strict=True)):
+                    blocks = -(-each.H // tile.heads)
+                    groups = blocks if tile.is_per_head else 1
+                    steps = -(-m // tile.tokens) * blocks // groups
+                    assert few.walks[side] == min(steps, most.walks[side])
+                    assert few.programs[side] == few.walks[side] * groups

@@ -29,6 +29,7 @@ from tilegym_rmsnorm.ops.norm.spec import (
     Wanted,
     parts_of,
 )
+from tilegym_rmsnorm.reproducibility import DEVICE
 
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[object, ...]] = set()
@@ -85,6 +86,14 @@ def backward(kernel: BackwardFunction, spec: Spec, tensors: Any, wanted: Wanted)
     x, dy, weight, rstd, d_residual_out, *target = tensors
     dtype = joint_dtype(x, weight, dy, d_residual_out)
     per_head = weight if weight is not None and weight.ndim == 2 else None
+    if spec.reproducible & DEVICE and (
+        wanted.db is not None or (per_head is not None and wanted.dw is not None)
+    ):
+        parts = " and ".join(parts_of(False, wanted.db is not None, per_head is not None))
+        raise ValueError(
+            f'reproducible: expected at most "batch" for gradients of a {parts} with {spec.n} columns, got "device": '
+            "PyTorch's operations sum them"
+        )
     needs_d = d_residual_out is not None or wanted.d_residual is not None or spec.alpha != 1.0
     _tell("rms_norm_backward", x, spec.n, parts_of(needs_d, wanted.db is not None, per_head is not None))
     dw = None

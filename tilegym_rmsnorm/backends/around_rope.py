@@ -19,6 +19,7 @@ from tilegym_rmsnorm.ops.norm.reference import compute_rms_norm_rstd_torch
 from tilegym_rmsnorm.ops.norm.spec import BackwardFunction, ForwardFunction, Spec, Wanted
 from tilegym_rmsnorm.ops.rope.reference import rotated, rotated_back, tables_at
 from tilegym_rmsnorm.ops.rope.spec import RopeGradients, RopeOutputs, RopeSpec, RopeTensors, RopeWanted
+from tilegym_rmsnorm.reproducibility import name_of
 
 
 @torch.no_grad()
@@ -38,6 +39,11 @@ def forward(kernel: ForwardFunction, spec: RopeSpec, tensors: RopeTensors) -> Ro
 @torch.no_grad()
 def backward(kernel: BackwardFunction, spec: RopeSpec, tensors: Any, wanted: RopeWanted) -> RopeGradients:
     """Run any backward of contract.py, around a `kernel` backward of rms_norm."""
+    if spec.reproducible:
+        raise ValueError(
+            f'reproducible: expected "run" for gradients of qk_norm_rope with heads of {spec.n} elements, got '
+            f"{name_of(spec.reproducible)!r}: PyTorch's operations sum their rows"
+        )
     dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions, *targets = tensors
     q_target, k_target = targets or (None, None)
     tables = tables_at(cos, sin, positions, spec, q.shape[:2])

@@ -15,6 +15,7 @@ from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.call.validation import check_tensor
 from tilegym_rmsnorm.integrations.registration import Change, Registration, imported
+from tilegym_rmsnorm.reproducibility import VLLM, flags
 from tilegym_rmsnorm.settings import KERNEL_BACKENDS
 
 PROVIDER = "tilegym_rmsnorm"
@@ -91,7 +92,8 @@ def register_layers() -> Registration:
     "gemma_rms_norm": not by default under torch.compile, whose setting is `custom_ops=["none"]`. A layer computes the
     norm as vLLM's CUDA kernels round: `x + residual` to x's dtype, then the norm of that, once. It returns new tensors,
     as vLLM's native code does, and leaves x and residual as they are. vLLM's own forward runs where the layer has a
-    `var_hidden_size`, for dtypes that `supports_args` declines, and with VLLM_BATCH_INVARIANT.
+    `var_hidden_size`, for dtypes that `supports_args` declines, and with VLLM_BATCH_INVARIANT, but not under
+    `reproducible(order="vllm")`: then `RMSNorm` runs here, with the bits of that mode, and `GemmaRMSNorm` does not.
 
     Returns:
         A context manager with `undo()`, after which vLLM builds its own classes. Layers that were built stay.
@@ -151,7 +153,9 @@ def _layer(theirs: Any, offset: float) -> type:
         part = getattr(layer, "variance_size_override", None)
         # Gemma's formula makes the weight float32, whatever its dtype.
         fits = part is None and (bool(offset) or supports_args(x, weight, layer.variance_epsilon))
-        if envs.VLLM_BATCH_INVARIANT or not fits or x.dtype not in KERNEL_DTYPES:
+        has_vllms_bits = flags() & VLLM > 0
+        is_left = bool(offset) if has_vllms_bits else envs.VLLM_BATCH_INVARIANT
+        if is_left or not fits or x.dtype not in KERNEL_DTYPES:
             return None
         others: dict[str, Any] = {} if residual is None else {"residual": residual, "residual_dtype": x.dtype}
         return functional.rms_norm(x, x.shape[-1:], weight, layer.variance_epsilon, offset=offset, **others)

@@ -35,6 +35,10 @@ BACKWARD_HELD = 8192  # twice as wide, x, dy, weight and sums spill 184 to 224 b
 BACKWARD_REREAD = 16384
 CHUNK = 4096  # per step over a row that is not held: 8 warps, or 16 of them where the sums for dw are
 STRIP = 1024  # 2 KiB of a bfloat16 row in one burst, and 6 % padding at most
+VLLM_BLOCK, VLLM_WARPS = 1024, 4  # of its rms_norm_batch_invariant: both are in the order of its sums
+
+# SMs that a backward under DEVICE counts on, whatever the GPU has: those of an H100 or H200, which lose nothing by it
+FIXED_SMS = 132
 
 DW_TILE, DW_WARPS = 4096, 4  # eight 16-byte loads in flight per thread
 
@@ -78,9 +82,13 @@ class BackwardConfig:
     c_tile: Tile | None = None  # of backward_c, which runs before
 
 
-def forward_config(N: int) -> ForwardConfig:
+def forward_config(N: int, is_vllms: bool = False) -> ForwardConfig:
     """Configure a forward of N columns, with a program per tile of rows, however many: on an H100 such grids reached
-    2700 to 2930 GB/s in Triton (bfloat16, N of 128 to 16384), and persistent loops were 3 to 5 % slower in cuTile."""
+    2700 to 2930 GB/s in Triton (bfloat16, N of 128 to 16384), and persistent loops were 3 to 5 % slower in cuTile.
+    is_vllms: in the order of vLLM's sums."""
+    if is_vllms:
+        tile = Tile(rows=1, width=VLLM_BLOCK, strips=cdiv(N, VLLM_BLOCK))
+        return ForwardConfig("forward_vllm", tile, VLLM_WARPS)
     if N > FORWARD_HELD:
         tile = Tile(rows=1, width=CHUNK, strips=cdiv(N, CHUNK))
         return ForwardConfig("forward_reread", tile, CHUNK // ELEMENTS_PER_WARP)
@@ -89,10 +97,11 @@ def forward_config(N: int) -> ForwardConfig:
 
 
 def backward_config(
-    M: int, N: int, sm_count: int, heads: int = 1, sms_left: int | None = None
+    M: int, N: int, sm_count: int, heads: int = 1, sms_left: int | None = None, is_fixed: bool = False
 ) -> BackwardConfig:
     """Configure a backward of M rows of N elements, or M a head where each has its own weight and walks. All programs
     are resident at once, on `sms_left` of the SMs (None: all), and as few as leave the longest walk no longer.
+    is_fixed: M and the GPU do not decide which walk takes a row, and rows behind the others change no row's walk.
 
     backward_dx reads whole rows once or, after backward_c, a strip of each row. backward_dx_reread reads one whole row
     at a time, and again (from cache) once c is known."""
@@ -106,9 +115,11 @@ def backward_config(
         tile = Tile(BACKWARD_TILE // STRIP, STRIP, strips=cdiv(N, STRIP), stages=2)
         c_tile = Tile(rows=1, width=BACKWARD_TILE, strips=cdiv(N, BACKWARD_TILE))
         num_warps = BACKWARD_MIN_WARPS
+    if is_fixed:
+        sm_count, sms_left = FIXED_SMS, None
     steps = cdiv(M, tile.rows)
     most_walks = max(1, resident(num_warps, sm_count, sms_left) // (tile.strips * heads))
-    walks = cdiv(steps, cdiv(steps, most_walks))
+    walks = min(steps, most_walks) if is_fixed else cdiv(steps, cdiv(steps, most_walks))
     return BackwardConfig(kernel, tile, walks, num_warps, width_of_sums(heads * N, sm_count), c_tile)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from tilegym_rmsnorm.backends.triton import config
@@ -97,10 +98,17 @@ def rope_forward_config(form: RopeForm, heads: Sequence[RopeHeads]) -> RopeForwa
 
 
 def rope_backward_config(
-    form: RopeForm, M: int, heads: Sequence[RopeHeads], sm_count: int, sms_left: int | None = None
+    form: RopeForm,
+    M: int,
+    heads: Sequence[RopeHeads],
+    sm_count: int,
+    sms_left: int | None = None,
+    is_fixed: bool = False,
 ) -> RopeBackwardConfig:
     """Configure walks over M tokens. All programs are resident at once, as in `backward_config`, and as few as leave
-    the longest walk no longer."""
+    the longest walk no longer. is_fixed: as in `backward_config`."""
+    if is_fixed:
+        sm_count, sms_left = config.FIXED_SMS, None
     # With any of these the whole tile takes 147 to 182 registers per thread, and one program would fill an SM.
     is_half = form.is_interleaved or form.rests > 0 or any(each.is_per_head for each in heads)
     tiles = _rope_tiles(form, config.BACKWARD_TILE // 2 if is_half else config.BACKWARD_TILE, heads)
@@ -112,27 +120,40 @@ def rope_backward_config(
         for tile, count, group in zip(tiles, blocks, groups, strict=True)
     ]
 
-    def programs(longest: int) -> tuple[int, ...]:
-        return tuple(config.cdiv(count, longest) * group for count, group in zip(steps, groups, strict=True))
+    def walks(longest: int) -> tuple[int, ...]:
+        return tuple(config.cdiv(count, longest) for count in steps)
 
-    most_programs = config.resident(num_warps, sm_count, sms_left)
-    # The shortest of the longest walks; one of all steps where even those are too many programs
-    longest = 1 + bisect_left(
-        range(1, max(steps)), True, key=lambda longest: sum(programs(longest)) <= most_programs
-    )
+    def programs(walks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(count * group for count, group in zip(walks, groups, strict=True))
+
+    if is_fixed:
+        chosen = tuple(map(min, steps, _walks_of_many(form, tuple(heads))))
+    else:
+        most_programs = config.resident(num_warps, sm_count, sms_left)
+        # The shortest of the longest walks; one of all steps where even those are too many programs
+        longest = 1 + bisect_left(
+            range(1, max(steps)), True, key=lambda longest: sum(programs(walks(longest))) <= most_programs
+        )
+        chosen = walks(longest)
     dw_width = config.width_of_sums(
         form.D * max(each.H if each.is_per_head else 1 for each in heads), sm_count
     )
     return RopeBackwardConfig(
         form,
         tiles,
-        walks=tuple(config.cdiv(count, longest) for count in steps),
-        programs=programs(longest),
+        walks=chosen,
+        programs=programs(chosen),
         num_warps=num_warps,
         # Wider heads, x, dy, cos and sin in float32, would take 128 KiB of shared memory.
         num_stages=2 if form.columns <= config.BACKWARD_TILE else 1,
         dw_width=dw_width,
     )
+
+
+@cache
+def _walks_of_many(form: RopeForm, heads: tuple[RopeHeads, ...]) -> tuple[int, ...]:
+    """Share out the programs of FIXED_SMS among q and k, as for very many tokens."""
+    return rope_backward_config(form, 2**24, heads, config.FIXED_SMS).walks
 
 
 def _rope_tiles(form: RopeForm, elements: int, heads: Sequence[RopeHeads]) -> tuple[RopeTile, ...]:

@@ -11,6 +11,7 @@ meets the weight.
 
     forward_rows      whole rows, a tile of them per program, x read once
     forward_reread    a row per program, wider than registers hold: summed in strips, then read again, from L2 mostly
+    forward_vllm      the bits of vLLM's rms_norm_batch_invariant, of x and a weight of all rows alone
 
 x and residual are (M, N) or (B, T, H, N) of any strides but the last (rows.py), which ALIGN divides. weight and bias
 (N,), or (H, N) with FORM.is_per_head, y and residual_out of x's shape and rstd (M,) float32 are contiguous. Each has
@@ -114,6 +115,25 @@ def forward_reread(
         tl.store(y_row, add_bias(ty, bias_ptr, tcolumns[0], tmasks[0]), mask=tmasks[0])
 
 
+@triton.jit
+def forward_vllm(x_row, weight_ptr, y_ptr, rstd_ptr, row, n, eps, BLOCK: tl.constexpr):
+    """As vLLM writes it, since the compiler goes by all of it. Masks decide which products and sums it contracts: hence
+    n is no constant. Loads and stores decide which elements a thread adds."""
+    tsquares = tl.zeros((1,), tl.float32)
+    for start in range(0, n, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        tx = load_columns(x_row, columns, columns < n)
+        tsquares += tl.sum(tl.where(columns < n, tx * tx, 0.0))
+
+    trstd = 1.0 / tl.sqrt(tsquares / n + eps)
+    tl.store(rstd_ptr + row + tl.arange(0, 1), trstd)
+    for start in range(0, n, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        tx = load_columns(x_row, columns, columns < n)
+        ty = tx * trstd * load_columns(weight_ptr, columns, columns < n)
+        tl.store(y_ptr + row * n + columns, ty, mask=columns < n)
+
+
 @triton.jit(do_not_specialize=["M", "T", "H", *stride_names("x", "residual")], repr=kernel_name)
 def forward(
     x_ptr,
@@ -135,13 +155,14 @@ def forward(
     residual_batch_stride,
     residual_token_stride,
     residual_row_stride,
+    n,
     ALIGN: tl.constexpr,
     FORM: tl.constexpr,
     TILE: tl.constexpr,
     KERNEL: tl.constexpr,
 ):
     """Find the rows of this program, and run KERNEL on them. Grid: (cdiv(M, rows),); with FORM.is_per_head
-    (cdiv(M / H, rows) * H,)."""
+    (cdiv(M / H, rows) * H,). n: N of `forward_vllm`, else None."""
     if KERNEL == "forward_rows":
         number, head = split_program(tl.program_id(0), H, FORM)
         rows = rows_of_head(number.to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows), head, H, FORM)
@@ -167,6 +188,8 @@ def forward(
 
     if KERNEL == "forward_rows":
         forward_rows(source, scale, bias_ptr, y_ptr, rstd_ptr, rows, M, eps, FORM, TILE)
+    elif KERNEL == "forward_vllm":
+        forward_vllm(x_rows, weight_ptr, y_ptr, rstd_ptr, rows, n, eps, TILE.width)
     else:
         tl.static_assert(KERNEL == "forward_reread")
         forward_reread(source, scale, bias_ptr, y_ptr, rstd_ptr, rows, eps, FORM, TILE)

@@ -18,12 +18,16 @@ import torch
 import triton
 from torch import Tensor
 
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.triton import interpreting, reduce
 from tilegym_rmsnorm.backends.triton.config import DW_TILE, DW_WARPS
 from tilegym_rmsnorm.backends.triton.rows import DIMENSIONS
+from tilegym_rmsnorm.call.layout import packed
 from tilegym_rmsnorm.call.tensors import overlap
+from tilegym_rmsnorm.reproducibility import DEVICE
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
+ALIGNED_BYTES = 16  # of an address: Triton compiles for those that it divides, and for others
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch
 # Parameters of `sum_partials`, of the first sum and the second
 SUMS = (
@@ -40,8 +44,27 @@ def run(device: torch.device, *launches: Launch) -> None:
             kernel[grid](*map(arguments.get, kernel.arg_names), **options)
 
 
-def rows(**arrays: Tensor | None) -> tuple[dict[str, Any], int]:
-    """Return kernel arguments, these arrays and where their rows lie, and the power of two that divides all strides."""
+def alike(level: int, array: Tensor | None) -> Any:
+    """Return an array for which Triton compiles what it compiles for a packed one: under a level (reproducibility.py) a
+    copy, where Triton would know less of its address or its strides. Vectors of loads decide the order of sums."""
+    if level == 0 or array is None:
+        return array
+    *extents, N = array.shape
+    align = math.gcd(LARGEST_ALIGNMENT, N)
+    are_alike = array.data_ptr() % ALIGNED_BYTES == 0 and all(
+        extent == 1 or (stride % align == 0 and stride < 2**31)
+        for extent, stride in zip(extents, array.stride(), strict=False)
+    )
+    return array if are_alike else packed(array)
+
+
+def all_alike(level: int, tensors: Any) -> Any:
+    return tensors if level == 0 else tuple([alike(level, each) for each in tensors])
+
+
+def rows(level: int = 0, **arrays: Tensor | None) -> tuple[dict[str, Any], int]:
+    """Return kernel arguments, these arrays and where their rows lie, and the power of two that divides all strides,
+    under a level those of packed arrays."""
     arguments: dict[str, Any] = {}
     align = LARGEST_ALIGNMENT
     for name, array in arrays.items():
@@ -49,6 +72,8 @@ def rows(**arrays: Tensor | None) -> tuple[dict[str, Any], int]:
         if array is None:
             continue
         *extents, N = array.shape
+        if level:
+            align = math.gcd(align, N)
         for dimension, extent, stride in zip(
             DIMENSIONS[-len(extents) :], extents, array.stride(), strict=False
         ):
@@ -113,6 +138,15 @@ def _ready(device: torch.device) -> contextlib.AbstractContextManager:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
+
+
+def sms_left(level: int, device: torch.device) -> int:
+    """Return the SMs that a backward may use. Forwards ask too, and so refuse what the backward cannot do."""
+    if level & DEVICE and (margin := settings.get_sm_margin()):
+        raise ValueError(
+            f'sm_margin: expected 0 with reproducible("device"), which fixes the programs of a backward, got {margin}'
+        )
+    return settings.sms_left(sm_count(device))
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.triton import host, rope
 from tilegym_rmsnorm.backends.triton.config_rope import (
     BACKWARD_REGISTERS,
@@ -32,13 +31,14 @@ from tilegym_rmsnorm.ops.rope.spec import (
     RopeTensors,
     RopeWanted,
 )
+from tilegym_rmsnorm.reproducibility import DEVICE
 
 _rope_form = functools.lru_cache(rope_form)
 
 
 def run_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
-    q, k, *_ = tensors
-    settings.sms_left(host.sm_count(q.device))  # refuses what the backward cannot do
+    host.sms_left(spec.reproducible, tensors[0].device)
+    q, k, *_ = tensors = host.all_alike(spec.reproducible, tensors)
     config = rope_forward_config(*_form_and_heads(spec, tensors))
     q_out, k_out = _empty_like(q), _empty_like(k)
     programs = sum(
@@ -53,9 +53,11 @@ def run_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
 
 def run_backward(spec: RopeSpec, tensors: Any, wanted: RopeWanted) -> RopeGradients:
     own, targets = tensors[:OF_BACKWARD], tensors[OF_BACKWARD:]
+    own = host.all_alike(spec.reproducible, own)
     dq_out, dk_out, q, k, *weights, _, _, _ = own
     sms, (form, heads) = host.sm_count(q.device), _form_and_heads(spec, own[2:])
-    config = rope_backward_config(form, _tokens(q), heads, sms, settings.sms_left(sms))
+    left, is_fixed = host.sms_left(spec.reproducible, q.device), spec.reproducible & DEVICE > 0
+    config = rope_backward_config(form, _tokens(q), heads, sms, left, is_fixed)
     dq, dk = _empty_like(q), _empty_like(k)
     dws = [
         None if dtype is None else _empty_like(weight, dtype) if target is None else target
@@ -63,7 +65,7 @@ def run_backward(spec: RopeSpec, tensors: Any, wanted: RopeWanted) -> RopeGradie
     ]
     partials = list(map(host.empty_partials, dws, (*config.walks, 0)))
     arguments = _arguments("rope_backward", config, spec, own[2:], (dq, dk))
-    dys, align = host.rows(dq_out=dq_out, dk_out=dk_out)
+    dys, align = host.rows(spec.reproducible, dq_out=dq_out, dk_out=dk_out)
     arguments |= dys | {"ALIGN": min(arguments["ALIGN"], align), "STAGES": config.num_stages}
     arguments |= {"dq_weight_partial_ptr": partials[0], "dk_weight_partial_ptr": partials[1]}
     arguments["q_programs"] = config.programs[0]
@@ -84,8 +86,8 @@ def _arguments(
     """Return the kernel arguments that forward and backward share."""
     q, k, q_weight, k_weight, cos, sin, positions = tensors
     T, rows_of_tables = q.shape[1], cos.shape[0] if positions is None else positions.numel()
-    arguments, align = host.rows(q=q, k=k)
-    tables, table_align = host.rows(cos=cos, sin=sin)
+    arguments, align = host.rows(spec.reproducible, q=q, k=k)
+    tables, table_align = host.rows(spec.reproducible, cos=cos, sin=sin)
     arguments |= tables | {"positions_ptr": positions, "table_rows": cos.shape[0]}
     arguments |= {"table_batch_stride": 0 if rows_of_tables == T else T, "TABLE_ALIGN": table_align}
     arguments |= {"q_weight_ptr": q_weight, "k_weight_ptr": k_weight, "eps": spec.eps, "offset": spec.offset}

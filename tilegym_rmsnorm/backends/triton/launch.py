@@ -10,6 +10,7 @@ from tilegym_rmsnorm.backends import around_rope
 from tilegym_rmsnorm.backends.registry import register_impl
 from tilegym_rmsnorm.backends.triton import host_norm, host_rope
 from tilegym_rmsnorm.backends.triton.config import BACKWARD_HELD
+from tilegym_rmsnorm.reproducibility import VLLM
 
 
 @register_impl("rms_norm_forward", "triton")
@@ -24,6 +25,8 @@ def rms_norm_backward(spec: Any, tensors: Any, wanted: Any) -> Any:
 
 @register_impl("qk_norm_rope_forward", "triton")
 def qk_norm_rope_forward(spec: Any, tensors: Any) -> Any:
+    if spec.reproducible & VLLM:
+        raise ValueError('reproducible: expected another order than "vllm" for qk_norm_rope, got "vllm"')
     if spec.n > BACKWARD_HELD:
         return around_rope.forward(rms_norm_forward, spec, tensors)
     return host_rope.run_forward(spec, tensors)
