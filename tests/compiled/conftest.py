@@ -1,6 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import pytest
 
 
@@ -11,3 +18,34 @@ def on_meta(monkeypatch: pytest.MonkeyPatch):
 
     with counted_calls(monkeypatch) as machine:
         yield machine
+
+
+@pytest.fixture(scope="module")
+def compiled_by():
+    """compiled_by(capability, calls, cache=None): the kernels that each call compiled. Triton's cache makes a second
+    run short."""
+    program = Path(__file__).parents[1] / "support" / "triton_compile.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen([sys.executable, program], env=environment, stderr=errors, **pipes) as process,
+    ):
+
+        def ask(capability, calls, cache=None):
+            start = errors.seek(0, os.SEEK_END)
+            request = [capability, [_as_dict(call) for call in calls], cache]
+            print(json.dumps(request, default=str), file=process.stdin, flush=True)
+            found = json.loads(process.stdout.readline() or "null")
+            errors.seek(start)
+            assert found is not None, errors.read()[-3000:]
+            return found
+
+        yield ask
+        process.stdin.close()
+
+
+def _as_dict(call):
+    """The fields of a RopeCase, or of a NormCase and of its variant."""
+    fields = call if isinstance(call, dict) else call._asdict()
+    return fields | fields.pop("variant")._asdict() if "variant" in fields else fields

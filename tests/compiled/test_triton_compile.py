@@ -6,14 +6,8 @@
 import dataclasses
 import importlib
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 
 import helpers
 import pytest
@@ -34,37 +28,6 @@ MORE_SPILL = {(3, 5): 224, (3, 8): 160}
 # Every branch of the selector, with and without a masked last tile
 COMPILED_WIDTHS = (1, 64, 100, 640, 1024, 2880, 4096, 5120, 8192, 12288, 16384, 16385, 18432)
 FEW_WIDTHS = (100, 4096, 8192, 16384, 18432)
-
-
-@pytest.fixture(scope="module")
-def compiled_by():
-    """compiled_by(capability, calls, cache=None): the kernels that each call compiled. Triton's cache makes a second
-    run short."""
-    program = Path(__file__).parents[1] / "support" / "triton_compile.py"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen([sys.executable, program], env=environment, stderr=errors, **pipes) as process,
-    ):
-
-        def ask(capability, calls, cache=None):
-            start = errors.seek(0, os.SEEK_END)
-            request = [capability, [_as_dict(call) for call in calls], cache]
-            print(json.dumps(request, default=str), file=process.stdin, flush=True)
-            found = json.loads(process.stdout.readline() or "null")
-            errors.seek(start)
-            assert found is not None, errors.read()[-3000:]
-            return found
-
-        yield ask
-        process.stdin.close()
-
-
-def _as_dict(call):
-    """The fields of a RopeCase, or of a NormCase and of its variant."""
-    fields = call if isinstance(call, dict) else call._asdict()
-    return fields | fields.pop("variant")._asdict() if "variant" in fields else fields
 
 
 # Bytes per thread that float32 rows of 16384 do spill on sm_100 with Triton 3.9 (not on sm_80 or sm_90, not with 3.6):

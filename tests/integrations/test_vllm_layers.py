@@ -9,11 +9,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import BF16, DEVICE, FP16, FP32, FP64
+from helpers import BF16, DEVICE, FP16, FP32, FP64, why_skip
 from peer_signatures import installed_signature, signature
 from test_vllm import native
 from torch import nn
 
+from tilegym_rmsnorm import reproducible, use_backend
 from tilegym_rmsnorm.integrations import vllm as ours
 
 SIZE, EPS = 256, 1e-5
@@ -163,6 +164,23 @@ def test_gemma_is_left_to_vllm(vllm):
     assert layer(rows(FP64)[0])[0] == "cuda"
     vllm.envs.VLLM_BATCH_INVARIANT = True
     assert layer(rows()[0])[0] == "cuda"
+
+
+@pytest.mark.parametrize("is_invariant", [True, False])
+def test_a_layer_has_the_bits_of_the_batch_invariant_mode(vllm, is_invariant):
+    if reason := why_skip("triton"):
+        pytest.skip(reason)
+    import vllm_kernel
+
+    vllm.envs.VLLM_BATCH_INVARIANT = is_invariant
+    x, residual = rows()
+    with ours.register_layers(), use_backend("triton"), reproducible(order="vllm"), torch.inference_mode():
+        layer = RMSNorm(SIZE, EPS, dtype=BF16)
+        assert torch.equal(layer(x), vllm_kernel.rms_norm(x, layer.weight, EPS))
+        y, total = layer(x, residual)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(y, vllm_kernel.rms_norm(total, layer.weight, EPS))
+        assert GemmaRMSNorm(SIZE)(x)[0] == "cuda"
 
 
 @pytest.mark.parametrize("first_ends_first", [True, False])

@@ -8,8 +8,9 @@ would be loaded, and runs nothing. A program of its own: Triton compiles for one
 it interprets.
 
 It reads requests, a line each, and answers each with a line: a list with the kernels that each call (arguments of
-`run`, or the fields of a RopeCase, or those of a NormCase and of its variant) compiled and earlier ones of the request
-had not, or null, and why on stderr. cache: the folder for Triton's, or null for the usual one.
+`run`, or the fields of a RopeCase, or those of a NormCase and of its variant, or of vllm_kernel.py) compiled and
+earlier ones of the request had not, or null, and why on stderr. cache: the folder for Triton's, or null for the usual
+one.
 
     [90, [{"N": 4096, "dtype": "bfloat16", "weight_dtype": "float32"}, ...], cache]
 
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import vllm_kernel
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -104,11 +106,21 @@ def run(
     bias_dtype: str | None = None,
     is_per_head: bool = False,
     adds: bool = False,
+    reproducible: int = 0,
+    begin: int = 0,
 ) -> None:
     """A forward and a backward with all gradients, of M rows or of `heads`, (B, T, H). adds: dw is added to float32.
+    begin: elements before the first of each input.
 
     Rows of heads lie as in q of (B, T, 3, H, N), and those of dy as in (B, H, T, N), unless `strides` says it for both.
     """
+
+    def late(tensor: torch.Tensor | None) -> Any:
+        if not begin or tensor is None:
+            return tensor
+        memory = torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize + begin, dtype=tensor.dtype)
+        return memory[begin:].as_strided(tensor.shape, tensor.stride())
+
     x = _rows(N, dtype, M, row_stride, heads, strides, "slice")
     dy = _rows(N, dtype, M, row_stride, heads, strides, "transposed")
     residual = residual_out = None
@@ -120,29 +132,42 @@ def run(
         None if each is None else torch.empty(vector, dtype=_dtype(each))
         for each in (weight_dtype, bias_dtype)
     )
-    spec = Spec(N, eps, offset, casting, alpha, x.dtype, _dtype(residual_out_dtype))
+    x, dy, residual, weight, bias = map(late, (x, dy, residual, weight, bias))
+    numbers = N, eps, offset, casting, alpha, x.dtype, _dtype(residual_out_dtype)
+    spec = Spec(*numbers, reproducible=reproducible)
     _, rstd, _ = launch.rms_norm_forward(spec, (x, weight, bias, residual))
     shared = residual is None or (alpha == 1 and residual.dtype == x.dtype)
     dtypes = x.dtype, None if shared else residual.dtype, _dtype(weight_dtype), _dtype(bias_dtype)
+    rstd, residual_out = late(rstd), late(residual_out)
     normalized = x if residual is None else residual_out
     target = (torch.empty(vector, dtype=torch.float32),) if adds else ()
     launch.rms_norm_backward(spec, (normalized, dy, weight, rstd, residual_out, *target), Wanted(*dtypes))
 
 
-def run_rope(case: RopeCase) -> None:
+def run_rope(case: RopeCase, reproducible: int) -> None:
     """A forward and a backward of qk_norm_rope."""
     call = make_rope(case, "meta")
+    call = call._replace(spec=call.spec._replace(reproducible=reproducible))
     launch.qk_norm_rope_forward(call.spec, call.tensors)
     launch.qk_norm_rope_backward(call.spec, call.backward_tensors, call.wanted)
 
 
 def run_call(call: dict[str, Any]) -> None:
-    if "N" in call:
+    if "vllm" in call:
+        n, dtype, weight_dtype = call["vllm"], _dtype(call["dtype"]), _dtype(call["weight_dtype"])
+        vllm_kernel.rms_norm(torch.empty(3, n, dtype=dtype), torch.empty(n, dtype=weight_dtype), 1e-6)
+    elif "N" in call:
         run(**call)
-        return
+    else:
+        run_fields(call)
+
+
+def run_fields(call: dict[str, Any]) -> None:
+    """Run a RopeCase, or a NormCase and its variant."""
     fields = {name: _dtype(value) if name.endswith("dtype") else value for name, value in call.items()}
     if "rotary_dim" in fields:
-        run_rope(RopeCase(**fields))
+        reproducible = fields.pop("reproducible", 0)
+        run_rope(RopeCase(**fields), reproducible)
         return
     variant = Variant(**{name: fields.pop(name) for name in Variant._fields})
     case = NormCase(variant, **fields)

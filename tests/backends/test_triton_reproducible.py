@@ -1,0 +1,394 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Backend "triton" under levels (reproducibility.py): the bits of a row in any batch, of dw on any GPU, and vLLM's.
+
+Without a GPU in Triton's interpreter, which adds by the shapes of tiles alone: what else a compiler goes by is in
+compiled/test_triton_levels.py."""
+
+import pytest
+import rope_cases
+import torch
+import variants
+from helpers import BF16, DEVICE, FP16, FP32, every_config, why_skip
+from rope_cases import RopeCase
+from variants import Variant
+
+from tilegym_rmsnorm import reproducibility, settings
+from tilegym_rmsnorm.backends import around_kernels, around_rope
+from tilegym_rmsnorm.ops.norm.spec import Wanted
+from tilegym_rmsnorm.reproducibility import BATCH, VLLM
+
+pytestmark = [
+    pytest.mark.skipif(why_skip("triton") is not None, reason=str(why_skip("triton"))),
+    pytest.mark.usefixtures("poisoned_empty"),
+]
+WIDTHS = (1, 64, 100, 640, 2048, 4096, 5120, 8192, 12288, 16384, 18432)  # every kind of tile of config.py
+MOST = 257
+LENGTHS = (1, 2, 255, 256)
+OF_ANY_GPU = BATCH | reproducibility.DEVICE
+SM_COUNTS = (1, 3, 78, 148)
+HEADS = (1, MOST, 2, 64)
+FORMS = {
+    "plain": Variant(BF16),
+    "float32": Variant(FP32, weight="none", layout="offset"),
+    "residual": Variant(BF16, residual_dtype=BF16, layout="slices"),
+    "all but heads": Variant(
+        FP16,
+        residual_dtype=FP32,
+        residual_out_dtype=BF16,
+        alpha=-0.5,
+        bias_dtype=FP32,
+        casting="llama",
+        out_dtype=FP32,
+        layout="gaps",
+    ),
+    "heads in place": Variant(BF16, HEADS, bias_dtype=BF16, layout="mixed", residual_dtype=BF16),
+    "weights of heads": Variant(BF16, HEADS, "heads", BF16, offset=1.0, bias_dtype=BF16, layout="heads"),
+}
+
+
+def variant_of(form, n, rows=None):
+    """Without --every-config fewer of wide rows, which have a program each."""
+    variant, rows = FORMS[form], rows or (MOST if n <= 1024 or every_config else 16)
+    return variant._replace(size=(1, rows, 2, n) if len(variant.size) == 4 else (rows, n))
+
+
+def run(variant, inputs, level, of_forward=None, of_backward=None):
+    """All results of a backend's functions, and residual_out; by default those of Triton's."""
+    from tilegym_rmsnorm.backends.triton import launch
+
+    x, weight, bias, residual, dy, d_residual_out = inputs
+    spec = variants.spec_of(variant)._replace(reproducible=level)
+    y, rstd, residual_out = (of_forward or launch.rms_norm_forward)(spec, (x, weight, bias, residual))
+    normalized, wanted = x if residual is None else residual_out, variants.wanted_of(variant)
+    tensors = normalized, dy, weight, rstd, d_residual_out
+    found = (of_backward or launch.rms_norm_backward)(spec, tensors, wanted)
+    return {"y": y, "rstd": rstd.view(x.shape[:-1]), "residual_out": residual_out} | {
+        name: each
+        for name, each, dtype in zip(Wanted._fields, found, wanted, strict=True)
+        if dtype is not None
+    }
+
+
+def rows_of(inputs, rows):
+    """The inputs of some rows, or tokens."""
+    part = (slice(None), rows) if inputs.x.ndim == 4 else rows
+    names = "x", "residual", "dy", "d_residual_out"
+    found = {name: getattr(inputs, name) for name in names}
+    return inputs._replace(**{name: None if each is None else each[part] for name, each in found.items()})
+
+
+def assert_a_row_is_alike(run_of, inputs, results):
+    """A row in batches of any length, first, last or between."""
+    axis = 1 if inputs.x.ndim == 4 else 0
+    most = inputs.x.shape[axis]
+    row = most // 2
+    for length in (*(each for each in LENGTHS if each < most), most - 1):
+        last = max(0, row - length + 1)
+        for start in {start for start in (row, last, (row + last) // 2) if start + length <= most}:
+            found = run_of(rows_of(inputs, slice(start, start + length)))
+            for name in ("y", "rstd", "residual_out", "dx", "d_residual"):
+                if results.get(name) is not None:
+                    one = found[name].narrow(axis, row - start, 1)
+                    assert torch.equal(one, results[name].narrow(axis, row, 1)), (name, length, start)
+
+
+def pairs(forms, widths):
+    """Without --every-config each form has a few widths, in turn."""
+    return [
+        (form, n)
+        for place, form in enumerate(forms)
+        for number, n in enumerate(widths)
+        if every_config or (place + number) % 3 == 0
+    ]
+
+
+@pytest.mark.parametrize(("form", "n"), pairs(FORMS, WIDTHS))
+def test_a_row_does_not_depend_on_its_batch(form, n):
+    variant = variant_of(form, n)
+    inputs = variants.make(variant)
+    results = run(variant, inputs, BATCH)
+    assert_a_row_is_alike(lambda part: run(variant, part, BATCH), inputs, results)
+    packed = inputs._replace(
+        **{name: each.contiguous() for name, each in inputs._asdict().items() if each is not None}
+    )
+    for name, each in run(variant, packed, BATCH).items():
+        assert each is None or torch.equal(each, results[name]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_results_are_right(form):
+    variant = variant_of(form, 640, 5)
+    inputs = variants.make(variant)
+    results = run(variant, inputs, OF_ANY_GPU)
+    residual_out = results.pop("residual_out")
+    assert residual_out is None or residual_out.shape == inputs.x.shape
+    results["rstd"] = results["rstd"].flatten()
+    variants.check(variant, inputs, residual_out, **results)
+
+
+@pytest.mark.parametrize("form", ["plain", "all but heads", "weights of heads"])
+def test_around_a_kernel_too(form):
+    """A simpler kernel between PyTorch's operations, as cutile's wide rows have it."""
+    from tilegym_rmsnorm.backends.triton import launch
+
+    def run_around(inputs):
+        return run(
+            variant,
+            inputs,
+            BATCH,
+            lambda *call: around_kernels.forward(launch.rms_norm_forward, *call),
+            lambda *call: around_kernels.backward(launch.rms_norm_backward, *call),
+        )
+
+    variant = variant_of(form, 100)
+    inputs = variants.make(variant)
+    assert_a_row_is_alike(run_around, inputs, run_around(inputs))
+
+
+@pytest.mark.parametrize("form", ["all but heads", "weights of heads"])
+def test_sums_of_pytorch_are_refused_on_any_gpu(form):
+    variant = variant_of(form, 8, 3)
+    inputs = variants.make(variant)
+    tensors = inputs.x, inputs.dy, inputs.weight, torch.ones(inputs.x[..., 0].numel(), device=DEVICE), None
+    spec = variants.spec_of(variant)._replace(reproducible=OF_ANY_GPU)
+    with pytest.raises(
+        ValueError, match='expected at most "batch" for gradients of .* with 8 columns, got "device"'
+    ):
+        around_kernels.backward(None, spec, tensors, variants.wanted_of(variant))
+
+
+def behind(inputs, count):
+    """Append rows whose dy is zero."""
+    axis = 1 if inputs.x.ndim == 4 else 0
+
+    def longer(name, each):
+        if each is None or name in ("weight", "bias"):
+            return each
+        more = each.narrow(axis, 0, 1).repeat_interleave(count, axis)
+        return torch.cat((each, torch.zeros_like(more) if name == "dy" else more), axis)
+
+    return inputs._replace(**{name: longer(name, each) for name, each in inputs._asdict().items()})
+
+
+@pytest.fixture(params=[3, None], ids=["3 SMs", "132 SMs"])
+def fixed_sms(request, monkeypatch):
+    """Of few SMs walks are long."""
+    from tilegym_rmsnorm.backends.triton import config, config_rope
+
+    config_rope._walks_of_many.cache_clear()
+    if request.param:
+        monkeypatch.setattr(config, "FIXED_SMS", request.param)
+    yield
+    config_rope._walks_of_many.cache_clear()
+
+
+def bits(sums):
+    return [
+        None if each is None else each.view(torch.int16 if each.itemsize == 2 else torch.int32)
+        for each in sums
+    ]
+
+
+def assert_alike_on_all_gpus(run_of, more, monkeypatch):
+    """run_of(count): sums over rows, with `count` rows of zeros behind them."""
+    from tilegym_rmsnorm.backends.triton import host
+
+    found = []
+    for sms in SM_COUNTS:
+        monkeypatch.setattr(host, "sm_count", lambda device, sms=sms: sms)
+        found.append(bits(run_of(0)))
+    found += [bits(run_of(count)) for count in more]
+    for sums in found[1:]:
+        for one, other in zip(found[0], sums, strict=True):
+            assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("form", "n"), pairs(FORMS, (64, 640, 8192, 16384, 18432)))
+def test_sums_do_not_depend_on_the_gpu_or_on_padding(form, n, fixed_sms, monkeypatch):
+    variant = variant_of(form, n, 70 if n <= 640 else 7)
+    inputs = variants.make(variant)
+
+    def sums(count):
+        results = run(variant, behind(inputs, count), OF_ANY_GPU)
+        return [results.get("dw"), results.get("db")]
+
+    assert_alike_on_all_gpus(sums, (1, 5, 130 if n <= 640 else 9), monkeypatch)
+
+
+def test_without_the_level_they_do(monkeypatch):
+    """So the test above says something."""
+    variant = variant_of("plain", 640, 250)
+    inputs = variants.make(variant)
+
+    def sums(count):
+        return [run(variant, behind(inputs, count), BATCH)["dw"]]
+
+    with pytest.raises(AssertionError):
+        assert_alike_on_all_gpus(sums, (), monkeypatch)
+
+
+ROPES = {
+    "plain": RopeCase(BF16, 1, MOST, (3, 1), 16, 16, weight_dtype=FP32, layout="packed"),
+    "interleaved": RopeCase(FP32, 1, MOST, (2, 2), 20, 12, True, ("heads", "vector"), layout="offset"),
+    "positions": RopeCase(BF16, 1, MOST, (5, 0), 16, 8, tables="half", positions="one", table_layout="gaps"),
+    "wide": RopeCase(BF16, 1, MOST, (2, 1), 256, 64, dy_layout="gaps"),
+}
+
+
+def run_rope(call, level):
+    from tilegym_rmsnorm.backends.triton import launch
+
+    spec = call.spec._replace(reproducible=level)
+    outputs = launch.qk_norm_rope_forward(spec, call.tensors)
+    return (*outputs, *launch.qk_norm_rope_backward(spec, call.backward_tensors, call.wanted))
+
+
+def tokens_of(call, part):
+    """The call of some of its tokens."""
+    *rows, q_weight, k_weight, cos, sin, positions = call.tensors
+    rows, dys = ([None if each is None else each[:, part] for each in found] for found in (rows, call.dys))
+    if positions is None:
+        cos, sin = cos[part], sin[part]
+    else:
+        positions = positions[:, part]
+    return call._replace(tensors=(*rows, q_weight, k_weight, cos, sin, positions), dys=tuple(dys))
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_head_does_not_depend_on_its_batch(name):
+    call = rope_cases.make(ROPES[name], DEVICE)
+    expected, token = run_rope(call, BATCH), 128
+    for length in LENGTHS:
+        start = max(0, token - length // 2)
+        found = run_rope(tokens_of(call, slice(start, start + length)), BATCH)
+        for one, other in zip(found[:4], expected[:4], strict=True):
+            assert one is None or torch.equal(one[:, token - start], other[:, token]), length
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_sums_of_rope_do_not_depend_on_the_gpu_or_on_padding(name, fixed_sms, monkeypatch):
+    whole = rope_cases.make(ROPES[name], DEVICE)
+    tokens = 100
+    padded = whole._replace(dys=tuple(None if each is None else each.clone() for each in whole.dys))
+    for dy in padded.dys:
+        if dy is not None:
+            dy[:, tokens:] = 0
+
+    def sums(count):
+        return run_rope(tokens_of(padded, slice(0, tokens + count)), OF_ANY_GPU)[4:]
+
+    rope_cases.check_backward(whole, *run_rope(whole, OF_ANY_GPU)[2:])
+    assert_alike_on_all_gpus(sums, (1, 7, MOST - tokens), monkeypatch)
+
+
+def test_heads_that_no_kernel_holds():
+    """A row of theirs is the same in any batch; the gradients of such heads are refused."""
+    from tilegym_rmsnorm.backends.triton import config, launch
+
+    n = config.BACKWARD_HELD + 2
+    call = rope_cases.make(RopeCase(BF16, 1, 3, (1, 0), n, 8), DEVICE)
+    spec = call.spec._replace(reproducible=BATCH)
+    (whole, _), (alone, _) = (
+        launch.qk_norm_rope_forward(spec, each.tensors) for each in (call, tokens_of(call, slice(1, 2)))
+    )
+    assert torch.equal(whole[:, 1:2], alone)
+    with pytest.raises(ValueError, match=f"heads of {n} elements"):
+        launch.qk_norm_rope_backward(spec, call.backward_tensors, call.wanted)
+    with pytest.raises(ValueError, match=f"heads of {n} elements"):
+        around_rope.backward(None, spec, call.backward_tensors, call.wanted)
+
+
+def test_a_margin_beside_a_fixed_grid_is_refused_before_any_launch(monkeypatch):
+    from tilegym_rmsnorm.backends.triton import host, launch
+
+    monkeypatch.setattr(host, "run", lambda *_: pytest.fail("launched"))
+    variant = variant_of("plain", 64, 3)
+    x, weight, *_, dy, _ = variants.make(variant)
+    spec = variants.spec_of(variant)._replace(reproducible=OF_ANY_GPU)
+    tensors = x, dy, weight, torch.ones(3, device=DEVICE), None
+    rope = rope_cases.make(RopeCase(), DEVICE)
+    of_rope = rope.spec._replace(reproducible=OF_ANY_GPU)
+    with settings.use_sm_margin(1):
+        for refused in (
+            lambda: launch.rms_norm_forward(spec, (x, weight, None, None)),
+            lambda: launch.rms_norm_backward(spec, tensors, Wanted(BF16)),
+            lambda: launch.qk_norm_rope_forward(of_rope, rope.tensors),
+            lambda: launch.qk_norm_rope_backward(of_rope, rope.backward_tensors, rope.wanted),
+        ):
+            with pytest.raises(
+                ValueError, match=r'sm_margin: expected 0 with reproducible\("device"\), .* got 1'
+            ):
+                refused()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("n", [1, 100, 1024, 1032, 4096, 16500])
+def test_vllms_bits(n, dtype):
+    import vllm_kernel
+
+    variant = Variant(dtype, (5, n), weight_dtype=dtype, eps=1e-5)
+    inputs = variants.make(variant)
+    results = run(variant, inputs, BATCH | VLLM)
+    assert torch.equal(results["y"], vllm_kernel.rms_norm(inputs.x, inputs.weight, variant.eps))
+    assert not results.pop("residual_out")
+    variants.check(variant, inputs, **results)
+
+
+@pytest.mark.parametrize("residual_out_dtype", [BF16, FP32])
+@pytest.mark.parametrize("layout", ["contiguous", "mixed"])
+def test_vllms_bits_of_a_rounded_sum(residual_out_dtype, layout):
+    import vllm_kernel
+
+    sums = {"residual_dtype": FP16, "residual_out_dtype": residual_out_dtype}
+    variant = Variant(BF16, (2, 3, 4, 1500), layout=layout, out_dtype=residual_out_dtype, **sums)
+    inputs = variants.make(variant)
+    results = run(variant, inputs, BATCH | VLLM)
+    residual_out = results.pop("residual_out")
+    variants.check_residual_out(variant, inputs, residual_out)
+    assert torch.equal(results["y"], vllm_kernel.rms_norm(residual_out, inputs.weight, variant.eps))
+    results["rstd"] = results["rstd"].flatten()
+    variants.check(variant, inputs, residual_out, **results)
+
+
+def test_vllms_order_is_another_than_ours():
+    """So the tests above say something."""
+    variant = Variant(FP32, (7, 4096))
+    inputs = variants.make(variant)
+    ours, theirs = (run(variant, inputs, level)["rstd"] for level in (BATCH, BATCH | VLLM))
+    assert not torch.equal(ours, theirs)
+
+
+def test_without_a_weight_vllms_is_one():
+    variant = Variant(BF16, (5, 100))
+    inputs = variants.make(variant)
+    ones = inputs._replace(weight=torch.ones(100, dtype=BF16, device=DEVICE))
+    assert torch.equal(
+        run(variant._replace(weight="none"), inputs._replace(weight=None), BATCH | VLLM)["y"],
+        run(variant, ones, BATCH | VLLM)["y"],
+    )
+
+
+REFUSED = {
+    'offset: expected 0.0 with reproducible(order="vllm"), got 1.0': Variant(offset=1.0),
+    "casting: expected 'once' with reproducible(order=\"vllm\"), got 'llama'": Variant(BF16, casting="llama"),
+    'bias: expected None with reproducible(order="vllm"), got (64,)': Variant(bias_dtype=FP32),
+    'weight: expected (16,) with reproducible(order="vllm"), got (4, 16)': Variant(
+        FP32, (2, 3, 4, 16), "heads"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_vllm_does_not_do_is_refused(message, monkeypatch):
+    import re
+
+    from tilegym_rmsnorm.backends.triton import host
+
+    monkeypatch.setattr(host, "run", lambda *_: pytest.fail("launched"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(REFUSED[message], variants.make(REFUSED[message]), BATCH | VLLM)
+    rope = rope_cases.make(RopeCase(), DEVICE)
+    with pytest.raises(ValueError, match='expected another order than "vllm" for qk_norm_rope'):
+        run_rope(rope, BATCH | VLLM)
