@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.arithmetic import joint_dtype
-from tilegym_rmsnorm.ops.norm.reference import compute_rms_norm_rstd_torch
 from tilegym_rmsnorm.ops.norm.spec import BackwardFunction, ForwardFunction, Spec, Wanted
 from tilegym_rmsnorm.ops.rope.reference import rotated, rotated_back, tables_at
 from tilegym_rmsnorm.ops.rope.spec import RopeGradients, RopeOutputs, RopeSpec, RopeTensors, RopeWanted
-from tilegym_rmsnorm.reproducibility import name_of
 
 
 @torch.no_grad()
@@ -37,13 +35,15 @@ def forward(kernel: ForwardFunction, spec: RopeSpec, tensors: RopeTensors) -> Ro
 
 
 @torch.no_grad()
-def backward(kernel: BackwardFunction, spec: RopeSpec, tensors: Any, wanted: RopeWanted) -> RopeGradients:
-    """Run any backward of contract.py, around a `kernel` backward of rms_norm."""
-    if spec.reproducible:
-        raise ValueError(
-            f'reproducible: expected "run" for gradients of qk_norm_rope with heads of {spec.n} elements, got '
-            f"{name_of(spec.reproducible)!r}: PyTorch's operations sum their rows"
-        )
+def backward(
+    forward_kernel: ForwardFunction,
+    kernel: BackwardFunction,
+    spec: RopeSpec,
+    tensors: Any,
+    wanted: RopeWanted,
+) -> RopeGradients:
+    """Run any backward of contract.py, around a `kernel` backward of rms_norm. rstd is that of its forward, since under
+    a level no operation of PyTorch's may sum a row."""
     dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, positions, *targets = tensors
     q_target, k_target = targets or (None, None)
     tables = tables_at(cos, sin, positions, spec, q.shape[:2])
@@ -52,9 +52,10 @@ def backward(kernel: BackwardFunction, spec: RopeSpec, tensors: Any, wanted: Rop
         dy: Tensor, x: Tensor, weight: Tensor | None, dw_dtype: torch.dtype | None, target: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         dn = rotated_back(dy.to(joint_dtype(x, weight, dy, tables.first_cos)), tables, spec).contiguous()
-        rstd = compute_rms_norm_rstd_torch(x, spec.eps)
+        of_norm = _spec_of(spec, weight)
+        _, rstd, _ = forward_kernel(of_norm, (x, weight, None, None))
         given = x, dn, weight, rstd, None, *(() if target is None else (target,))
-        dx, _, dw, _ = kernel(_spec_of(spec, weight), given, Wanted(x.dtype, dw=dw_dtype))
+        dx, _, dw, _ = kernel(of_norm, given, Wanted(x.dtype, dw=dw_dtype))
         return dx, dw
 
     dq, dq_weight = gradients(dq_out, q, q_weight, wanted.dq_weight, q_target)

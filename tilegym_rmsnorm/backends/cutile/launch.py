@@ -15,9 +15,11 @@ from typing import Any
 from tilegym_rmsnorm.backends import around_kernels, around_rope
 from tilegym_rmsnorm.backends.contract import binding
 from tilegym_rmsnorm.backends.cutile.host import norm, rope
+from tilegym_rmsnorm.backends.cutile.host.alike import bind_alike
 from tilegym_rmsnorm.backends.cutile.host.launcher import Description, bind
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.backends.registry import register_impl
+from tilegym_rmsnorm.ops.norm.spec import NORM_OPS
 
 
 def _registered(op: Any, kernels: Description, compose: Callable[..., Any]) -> Any:
@@ -27,8 +29,14 @@ def _registered(op: Any, kernels: Description, compose: Callable[..., Any]) -> A
         run = bind(kernels, machine_of(tensors[0].device), spec, tensors, *wanted)
         return run or (lambda tensors: compose(spec, tensors, *wanted))
 
-    bind_call.__name__ = bind_call.__qualname__ = op
-    return register_impl(op, "cutile")(binding(bind_call))
+    def bind_by_level(spec: Any, tensors: Any, *wanted: Any) -> Callable[[Any], Any]:
+        if spec.reproducible and op in NORM_OPS:
+            return bind_alike(arranged_call, spec, tensors, *wanted)
+        return bind_call(spec, tensors, *wanted)
+
+    arranged_call = binding(bind_call)
+    bind_by_level.__name__ = bind_by_level.__qualname__ = op
+    return register_impl(op, "cutile")(binding(bind_by_level))
 
 
 rms_norm_forward: Any = _registered(
@@ -41,5 +49,7 @@ qk_norm_rope_forward = _registered(
     "qk_norm_rope_forward", rope.FORWARD, lambda *call: around_rope.forward(rms_norm_forward, *call)
 )
 qk_norm_rope_backward = _registered(
-    "qk_norm_rope_backward", rope.BACKWARD, lambda *call: around_rope.backward(rms_norm_backward, *call)
+    "qk_norm_rope_backward",
+    rope.BACKWARD,
+    lambda *call: around_rope.backward(rms_norm_forward, rms_norm_backward, *call),
 )

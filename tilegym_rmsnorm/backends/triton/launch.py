@@ -35,5 +35,5 @@ def qk_norm_rope_forward(spec: Any, tensors: Any) -> Any:
 @register_impl("qk_norm_rope_backward", "triton")
 def qk_norm_rope_backward(spec: Any, tensors: Any, wanted: Any) -> Any:
     if spec.n > BACKWARD_HELD:
-        return around_rope.backward(rms_norm_backward, spec, tensors, wanted)
+        return around_rope.backward(rms_norm_forward, rms_norm_backward, spec, tensors, wanted)
     return host_rope.run_backward(spec, tensors, wanted)

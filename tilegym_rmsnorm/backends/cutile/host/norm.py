@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm import settings
+from tilegym_rmsnorm import reproducibility, settings
 from tilegym_rmsnorm.backends.cutile.host.launcher import (
     LARGEST_STRIDE,
     Description,
@@ -39,6 +39,7 @@ from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.call.layout import packed
 from tilegym_rmsnorm.ops.norm.reference import sum_of_rows
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
+from tilegym_rmsnorm.reproducibility import DEVICE
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 ADDING = "backward that adds dw"  # in keys alone: its plan is a backward's
@@ -71,7 +72,7 @@ def _forward_key(_: Machine, spec: Spec, tensors: ForwardTensors) -> tuple[Any, 
     written = (spec.y_dtype, spec.residual_dtype)
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     n, weight_dtype = spec.n, None if weight is None else weight.dtype
-    kind = size_class(x.numel() // n, n), spec.casting, form, *settings.kernel_limits()
+    kind = _size_of(spec, x), spec.casting, form, *settings.kernel_limits(), spec.reproducible
     return "forward", n, dtype, weight_dtype, *kind
 
 
@@ -86,8 +87,12 @@ def _backward_key(_: Machine, spec: Spec, tensors: BackwardTensors, wanted: Want
     per_head = weight is not None and weight.ndim == 2
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
     weight_dtype = None if weight is None else weight.dtype
-    kind = size_class(x.numel() // n, n), spec.casting, form, *settings.kernel_limits()
+    kind = _size_of(spec, x), spec.casting, form, *settings.kernel_limits(), spec.reproducible
     return op, n, dtype, weight_dtype, *kind
+
+
+def _size_of(spec: Spec, x: Tensor) -> str:
+    return "large" if spec.reproducible else size_class(x.numel() // spec.n, spec.n)
 
 
 def _plan_of(machine: Machine, key: tuple[Any, ...]) -> Plan | None:
@@ -116,7 +121,17 @@ def plan_for(problem: Problem) -> Plan:
 
 def backward_plan(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Plan:
     """Plan a plain backward of (m, n), x and weight of one dtype. KeyError for a dtype that no kernel takes."""
-    key = "backward", n, dtype, dtype, size_class(m, n), "once", PLAIN, *settings.kernel_limits()
+    key = (
+        "backward",
+        n,
+        dtype,
+        dtype,
+        size_class(m, n),
+        "once",
+        PLAIN,
+        *settings.kernel_limits(),
+        reproducibility.flags(),
+    )
     launcher = launcher_of(BACKWARD, machine_of(device), key)
     assert launcher is not None, "every plain call is fused"
     return launcher.plan
@@ -128,6 +143,10 @@ def _takes(run: Launcher, m: int, lead: tuple[int, int, int] | None, *rows: Tens
     form = run.plan.problem.form
     tiled = m if lead is None else run.plan.first.tiled_rows(lead)
     if tiled > run.plan.most_rows and (form.residual or form.bias or form.heads):
+        if run.plan.problem.policy.reproducible:
+            raise ValueError(
+                f"reproducible: expected at most {run.plan.most_rows} rows of such a call, got {m}"
+            )
         return False
     return not form.heads or all(each is None or fits_kernels(each) for each in rows)
 
@@ -168,6 +187,11 @@ def _bind_backward(
     x, dy, weight, _, d_residual_out, *_ = tensors
     n, plan, machine = spec.n, run.plan, run.machine
     if wanted.db is not None and not plan.problem.form.bias:
+        if spec.reproducible & DEVICE and wanted.dw is not None:
+            raise ValueError(
+                f'reproducible: expected at most "batch" for gradients of a bias of {n} elements, got "device": '
+                "PyTorch's operations sum db of such rows"
+            )
         run_alone = _bind_backward(run, spec, tensors, wanted._replace(db=None))
         shape = weight.shape if weight is not None and weight.ndim == 2 else (n,)
         return run_alone and functools.partial(_run_and_sum, run_alone, shape, wanted.db)

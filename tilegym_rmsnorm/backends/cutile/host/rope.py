@@ -54,7 +54,10 @@ from tilegym_rmsnorm.ops.rope.spec import (
 
 
 def problem_of(machine: Machine, spec: RopeSpec, tensors: Any, *_: RopeWanted) -> RopeProblem | None:
-    """Return the problem of a forward or a backward; None where no kernel takes it."""
+    """Return the problem of a forward or a backward; None where no kernel takes it, and under a level: T and B decide
+    how these kernels take a row."""
+    if spec.reproducible:
+        return None
     *dys, q, k, q_weight, k_weight, cos, sin, positions = tensors[:OF_BACKWARD]
     rows = [each for each in (q, k, *dys) if each is not None]
     arrays = (*rows, cos, sin)

@@ -14,6 +14,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardStrips, SumPartials
+from tilegym_rmsnorm.reproducibility import DEVICE
 
 
 class Sizes(NamedTuple):
@@ -82,7 +83,12 @@ class Plan:
         n, sm_count, first = self.problem.n, self.problem.sm_count, self.first
         m = m if lead is None else first.tiled_rows(lead)
         shares = first.tiles_of_heads(self.problem.form.heads) if self.problem.form.per_head else 1
-        p = m if self.has_own_partials else first.partial_rows(max(1, m), n, sm_count, shares)
+        if self.has_own_partials:
+            p = m
+        elif self.problem.policy.reproducible & DEVICE and self.problem.op == "backward":
+            p = first.fixed_partial_rows(m, n, shares)
+        else:
+            p = first.partial_rows(max(1, m), n, sm_count, shares)
         temporaries: dict[str, tuple[tuple[int, ...], str]] = {}
         grids: list[tuple[int, ...] | None] = []
         for step in self.steps:

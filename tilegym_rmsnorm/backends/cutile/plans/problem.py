@@ -38,10 +38,12 @@ class Device(NamedTuple):
 
 class Policy(NamedTuple):
     """The user's limits on plans. teams: allow kernels whose blocks wait for each other. sm_margin: SMs that walks
-    leave free, fewer than the device has."""
+    leave free, fewer than the device has. reproducible: flags of reproducibility.py. With BATCH neither M nor the GPU's
+    SMs choose the first kernel, with DEVICE nor how many blocks share the rows."""
 
     teams: bool = True
     sm_margin: int = 0
+    reproducible: int = 0
 
 
 class Form(NamedTuple):

@@ -18,6 +18,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID_Y
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardMeans,
+    BackwardPipelined,
     BackwardReread,
     BackwardRows,
     BackwardStrips,
@@ -183,6 +184,8 @@ def is_unaligned(problem: Problem) -> bool:
     if problem.device.architecture != 90 and n > (1024 if form.bias else WIDEST_UNALIGNED_ROW):
         return False  # registers spill; and teams were timed on Hopper alone
     itemsize, is_forward = problem.narrowest_itemsize, problem.op == "forward"
+    if problem.policy.reproducible and n % _vector(problem):
+        return False  # where a row begins would decide which lane has a column
     if n > WIDEST_UNALIGNED_BLOCK:
         return n <= widest and itemsize == 2 and (form.residual or is_forward and n > WIDEST_BACKWARD_ROW)
     if n % _vector(problem) == 0:
@@ -322,6 +325,24 @@ def _reread(problem: Problem) -> Variant:
     """dx alone: read twice, the second time from L2."""
     latency, has_tma = 4 if problem.itemsize == 2 else 3, problem.device.architecture >= 90
     return BackwardReread(width=4096, warps=4, occupancy=2, latency=latency, tma=has_tma)
+
+
+def in_one_order(first: Variant, problem: Problem) -> Variant:
+    """Return a variant in whose machine code every copy of a loop's body adds a row in one order, given the one for
+    many rows (tests/machine_code/test_one_order.py). tileiras 13.4 makes copies of the loop of backward_rows that load
+    rows ahead, and of tiles of several wide rows, and these hold a row in other registers: so TMA brings rows ahead."""
+    n, is_backward = problem.n, problem.op != "forward"
+    is_copied = isinstance(first, BackwardRows) or (
+        isinstance(first, BackwardTiles) and first.rows > 1 and first.width > 4096
+    )
+    if not (is_backward and is_copied):
+        return first
+    if not problem.is_aligned:  # which are loaded element by element, and not ahead
+        return dataclasses.replace(first, **{"latency": 1})
+    width = 1024 if n <= 8192 else 2048
+    return BackwardPipelined(
+        width=width, pieces=-(-n // width), warps=8, occupancy=2 if n <= 4096 else 1, latency=4
+    )
 
 
 def own_partials(problem: Problem, first: Variant) -> Variant:

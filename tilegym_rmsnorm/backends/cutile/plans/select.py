@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans import rules
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     FLOAT32,
     ITEMSIZE,
+    LAUNCHES_AT_ONCE,
     PLAIN,
     PLAIN_ROWS,
     SAME,
@@ -30,6 +32,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
 from tilegym_rmsnorm.backends.cutile.plans.records import SERVED_BY, Record, Tables, nearest_forms
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.reproducibility import DEVICE
 
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
 
@@ -46,11 +49,36 @@ def select(problem: Problem, tables: Tables) -> Plan:
     if n < 1 or dtype not in ITEMSIZE or architecture not in rules.ARCHITECTURES:
         known = f"a dtype of {tuple(ITEMSIZE)}, architecture one of {rules.ARCHITECTURES}"
         raise ValueError(f"expected rows of 1 element or more, {known}, got {n}, {dtype}, {architecture}")
+    if problem.policy.reproducible:
+        choice = _for_any_batch(problem, tables)
+        return plan_of(problem, *choice)
     if problem.partials == "own" and problem.op == "backward":
         shared = _unshared(problem, tables)
         first = rules.own_partials(problem, shared.first)
         return plan_of(problem, first, "partials of its own", shared.spills if first is shared.first else "")
     return plan_of(problem, *choose(problem, tables))
+
+
+def _for_any_batch(problem: Problem, tables: Tables) -> Choice:
+    """Choose the first kernel by what neither M nor the GPU's SMs decide: the rules' for many rows. Raises ValueError
+    where fewer SMs are left than its teams need."""
+    policy, device = problem.policy, problem.device
+    if problem.policy.reproducible & DEVICE and policy.sm_margin:
+        raise ValueError(
+            f'sm_margin: expected 0 with reproducible("device"), which fixes the blocks of a backward, got '
+            f"{policy.sm_margin}"
+        )
+    asked = problem._replace(
+        size="large", device=device._replace(most_members=MOST_MEMBERS), policy=policy._replace(sm_margin=0)
+    )
+    choice = choose(asked, Tables(rules=tables.rules))
+    choice = choice._replace(first=rules.in_one_order(choice.first, problem))
+    if choice.first.members > problem.most_members:
+        raise ValueError(
+            f"reproducible: expected SMs for teams of {choice.first.members} blocks, {LAUNCHES_AT_ONCE} for each, or"
+            f" set_teams(False) on every GPU, for rows of {problem.n} elements; got {problem.sm_count} SMs"
+        )
+    return choice
 
 
 def choose(problem: Problem, tables: Tables) -> Choice:

@@ -13,6 +13,8 @@ LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's lim
 LARGEST_GRID_Y = 2**16 - 1  # in its second dimension, and its third: CUDA's
 # A kernel sees shapes, strides and row numbers as int32; only the offsets of elements are computed in 64 bits.
 MOST_ROWS = 2**30
+# Where no GPU may decide P: the SMs of an H100 or H200, and what P is a multiple of
+FIXED_SMS, DIVISOR_OF_P = 132, 16
 NO_END = 2**62  # more rows than any memory holds
 
 

@@ -14,7 +14,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, LARGEST_GRID, MOST_ROWS, shortest_walks
+from tilegym_rmsnorm.backends.cutile.plans.sizes import (
+    DIVISOR_OF_P,
+    FEW_TILES,
+    FIXED_SMS,
+    LARGEST_GRID,
+    MOST_ROWS,
+    shortest_walks,
+)
 
 if TYPE_CHECKING:
     from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
@@ -143,6 +150,13 @@ class Variant:
             occupancy = 1
         blocks = sm_count * occupancy * self.grid_percent // 100 // self.members
         return shortest_walks(max(1, tiles // shares), max(1, blocks // shares)) if self.walks else 1
+
+    def fixed_partial_rows(self, m: int, n: int, shares: int = 1) -> int:
+        """P that no GPU decides, such that rows behind the others change no row's walk: each tile has a walk of its own
+        until there are as many as fit FIXED_SMS. A multiple of what cuda-tile compiles the sum of P rows for."""
+        most = self.partial_rows(MOST_ROWS, n, FIXED_SMS, shares) // DIVISOR_OF_P * DIVISOR_OF_P
+        tiles = -(-m // self.rows_of_tile) // shares
+        return max(DIVISOR_OF_P, min(-(-tiles // DIVISOR_OF_P) * DIVISOR_OF_P, most))
 
     def temporaries(self, m: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return {name: (shape, dtype)} of arrays that it fills for later kernels, except dw_partial."""

@@ -1,0 +1,98 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Plans under levels of reproducibility: neither M nor the GPU decides what adds a row, nor under "device" what shares
+the rows."""
+
+import itertools
+
+import planning
+import pytest
+
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split
+from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    LAUNCHES_AT_ONCE,
+    OPS,
+    Device,
+    Policy,
+    Problem,
+    form_named,
+)
+from tilegym_rmsnorm.backends.cutile.plans.select import select
+from tilegym_rmsnorm.backends.cutile.plans.sizes import DIVISOR_OF_P, SIZES
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
+from tilegym_rmsnorm.reproducibility import BATCH, DEVICE
+
+WIDTHS = (1, 7, 64, 211, 1000, 1024, 2051, 3001, 4096, 5120, 8192, 13790, 16384, 20480, 28672, 65536)
+SM_COUNTS = (16, 78, 132, 148)
+OF_ANY_GPU = BATCH | DEVICE
+H100, H200 = (planning.device(target=each) for each in (planning.H100, planning.H200))
+
+
+def first_of(problem: Problem) -> Variant:
+    return select(problem, tables_of(problem.device.architecture, problem.device.target, None)).first
+
+
+def gpu(sm_count: int, like: Device = H200) -> Device:
+    return like._replace(sm_count=sm_count, most_members=max(1, sm_count // LAUNCHES_AT_ONCE))
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("form", ["plain", "residual", "bias"])
+def test_one_variant_for_any_batch_and_gpu(n, form):
+    for op, dtype in itertools.product(OPS, ("bfloat16", "float32")):
+        if form == "bias" and (op == "dx" or n > 8192 and op == "backward"):
+            continue
+        found = set()
+        gpus = [*map(gpu, SM_COUNTS), *(gpu(count, H100) for count in SM_COUNTS)]
+        for device, size, level in itertools.product(gpus, SIZES, (BATCH, OF_ANY_GPU)):
+            policy = Policy(reproducible=level)
+            asked = Problem(op, n, dtype, dtype, size, device, policy=policy, form=form_named(form))
+            try:
+                found.add(first_of(asked))
+            except ValueError as error:
+                assert "expected SMs for teams of" in str(error) and device.sm_count < 148
+        assert len(found) == 1
+        assert not isinstance(*found, Split)
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+def test_a_margin_leaves_the_variant_or_raises(n):
+    whole = Problem("backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(reproducible=BATCH))
+    for margin in (1, 13, 64):
+        less = whole._replace(policy=whole.policy._replace(sm_margin=margin))
+        try:
+            assert first_of(less) == first_of(whole)
+        except ValueError as error:
+            assert "expected SMs for teams of" in str(error)
+        with pytest.raises(ValueError, match=f"sm_margin: expected 0 with reproducible.*got {margin}"):
+            first_of(less._replace(policy=Policy(sm_margin=margin, reproducible=OF_ANY_GPU)))
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+def test_rows_behind_the_others_change_no_walk(n):
+    """P is the same on any GPU. It grows by rows that have walks of their own, until it is as large as it gets."""
+    asked = Problem(
+        "backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(reproducible=OF_ANY_GPU)
+    )
+    plans = [select(asked._replace(device=gpu(count)), tables_of(90, None, None)) for count in (132, 148)]
+    rows = (1, 2, 15, 100, 1000, 5000, 40000, 10**6)
+    counts = [[plan.sizes(m).partial_rows for m in rows] for plan in plans]
+    assert counts[0] == counts[1]
+    [most] = {counts[0][-1], plans[0].sizes(10**7).partial_rows}
+    height = plans[0].first.rows_of_tile
+    for m, p in zip(rows, counts[0], strict=True):
+        assert p % DIVISOR_OF_P == 0
+        assert p == most or -(-m // height) <= p < -(-m // height) + DIVISOR_OF_P
+
+
+def test_without_teams_wide_rows_have_one_block():
+    asked = Problem(
+        "backward", 65536, "bfloat16", "bfloat16", "large", gpu(16), policy=Policy(False, reproducible=BATCH)
+    )
+    assert first_of(asked).members == 1
+    with pytest.raises(
+        ValueError, match=r"expected SMs for teams of \d+ blocks.*set_teams\(False\).*got 16 SMs"
+    ):
+        first_of(asked._replace(policy=Policy(reproducible=BATCH)))
