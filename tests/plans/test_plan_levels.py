@@ -22,11 +22,10 @@ from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import DIVISOR_OF_P, SIZES
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
-from tilegym_rmsnorm.reproducibility import BATCH, DEVICE
 
 WIDTHS = (1, 7, 64, 211, 1000, 1024, 2051, 3001, 4096, 5120, 8192, 13790, 16384, 20480, 28672, 65536)
 SM_COUNTS = (16, 78, 132, 148)
-OF_ANY_GPU = BATCH | DEVICE
+ANY_BATCH, ANY_GPU = {"any_batch": True}, {"any_batch": True, "any_gpu": True}
 H100, H200 = (planning.device(target=each) for each in (planning.H100, planning.H200))
 
 
@@ -46,8 +45,8 @@ def test_one_variant_for_any_batch_and_gpu(n, form):
             continue
         found = set()
         gpus = [*map(gpu, SM_COUNTS), *(gpu(count, H100) for count in SM_COUNTS)]
-        for device, size, level in itertools.product(gpus, SIZES, (BATCH, OF_ANY_GPU)):
-            policy = Policy(reproducible=level)
+        for device, size, level in itertools.product(gpus, SIZES, (ANY_BATCH, ANY_GPU)):
+            policy = Policy(**level)
             asked = Problem(op, n, dtype, dtype, size, device, policy=policy, form=form_named(form))
             try:
                 found.add(first_of(asked))
@@ -59,7 +58,7 @@ def test_one_variant_for_any_batch_and_gpu(n, form):
 
 @pytest.mark.parametrize("n", WIDTHS)
 def test_a_margin_leaves_the_variant_or_raises(n):
-    whole = Problem("backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(reproducible=BATCH))
+    whole = Problem("backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(any_batch=True))
     for margin in (1, 13, 64):
         less = whole._replace(policy=whole.policy._replace(sm_margin=margin))
         try:
@@ -67,15 +66,13 @@ def test_a_margin_leaves_the_variant_or_raises(n):
         except ValueError as error:
             assert "expected SMs for teams of" in str(error)
         with pytest.raises(ValueError, match=f"sm_margin: expected 0 with reproducible.*got {margin}"):
-            first_of(less._replace(policy=Policy(sm_margin=margin, reproducible=OF_ANY_GPU)))
+            first_of(less._replace(policy=Policy(sm_margin=margin, **ANY_GPU)))
 
 
 @pytest.mark.parametrize("n", WIDTHS)
 def test_rows_behind_the_others_change_no_walk(n):
     """P is the same on any GPU. It grows by rows that have walks of their own, until it is as large as it gets."""
-    asked = Problem(
-        "backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(reproducible=OF_ANY_GPU)
-    )
+    asked = Problem("backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(**ANY_GPU))
     plans = [select(asked._replace(device=gpu(count)), tables_of(90, None, None)) for count in (132, 148)]
     rows = (1, 2, 15, 100, 1000, 5000, 40000, 10**6)
     counts = [[plan.sizes(m).partial_rows for m in rows] for plan in plans]
@@ -89,10 +86,10 @@ def test_rows_behind_the_others_change_no_walk(n):
 
 def test_without_teams_wide_rows_have_one_block():
     asked = Problem(
-        "backward", 65536, "bfloat16", "bfloat16", "large", gpu(16), policy=Policy(False, reproducible=BATCH)
+        "backward", 65536, "bfloat16", "bfloat16", "large", gpu(16), policy=Policy(False, any_batch=True)
     )
     assert first_of(asked).members == 1
     with pytest.raises(
         ValueError, match=r"expected SMs for teams of \d+ blocks.*set_teams\(False\).*got 16 SMs"
     ):
-        first_of(asked._replace(policy=Policy(reproducible=BATCH)))
+        first_of(asked._replace(policy=Policy(any_batch=True)))

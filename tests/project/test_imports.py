@@ -32,7 +32,7 @@ LAYERS = (
     (f"{PACKAGE}.backends.torch_reference",),
     (f"{PACKAGE}.backends.around_kernels", f"{PACKAGE}.backends.around_rope"),
     (f"{CUTILE}.host.launcher",),
-    tuple(f"{CUTILE}.host.{op}" for op in OPS),
+    (f"{CUTILE}.host.alike", *(f"{CUTILE}.host.{op}" for op in OPS)),
     (f"{CUTILE}.launch",),
     (f"{CUTILE}.host", f"{CUTILE}.tuning"),
     (f"{PACKAGE}.backends",),

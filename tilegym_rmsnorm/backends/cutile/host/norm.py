@@ -39,7 +39,7 @@ from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.call.layout import packed
 from tilegym_rmsnorm.ops.norm.reference import sum_of_rows
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
-from tilegym_rmsnorm.reproducibility import DEVICE
+from tilegym_rmsnorm.reproducibility import BATCH, DEVICE
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 ADDING = "backward that adds dw"  # in keys alone: its plan is a backward's
@@ -72,7 +72,7 @@ def _forward_key(_: Machine, spec: Spec, tensors: ForwardTensors) -> tuple[Any, 
     written = (spec.y_dtype, spec.residual_dtype)
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     n, weight_dtype = spec.n, None if weight is None else weight.dtype
-    kind = _size_of(spec, x), spec.casting, form, *settings.kernel_limits(), spec.reproducible
+    kind = _size_of(spec, x), spec.casting, form, _policy_of(spec.reproducible)
     return "forward", n, dtype, weight_dtype, *kind
 
 
@@ -87,7 +87,7 @@ def _backward_key(_: Machine, spec: Spec, tensors: BackwardTensors, wanted: Want
     per_head = weight is not None and weight.ndim == 2
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
     weight_dtype = None if weight is None else weight.dtype
-    kind = _size_of(spec, x), spec.casting, form, *settings.kernel_limits(), spec.reproducible
+    kind = _size_of(spec, x), spec.casting, form, _policy_of(spec.reproducible)
     return op, n, dtype, weight_dtype, *kind
 
 
@@ -95,12 +95,16 @@ def _size_of(spec: Spec, x: Tensor) -> str:
     return "large" if spec.reproducible else size_class(x.numel() // spec.n, spec.n)
 
 
+def _policy_of(level: int) -> Policy:
+    return Policy(*settings.kernel_limits(), bool(level & BATCH), bool(level & DEVICE))
+
+
 def _plan_of(machine: Machine, key: tuple[Any, ...]) -> Plan | None:
     """Plan calls of a key; None where no kernel takes the form. Raise KeyError for a dtype that no kernel takes,
     ValueError for a margin that leaves no SM."""
-    op, n, dtype, weight_dtype, size, casting, form, *limits = key
+    op, n, dtype, weight_dtype, size, casting, form, policy = key
     op, adds = ("backward", True) if op == ADDING else (op, False)
-    weight, policy = None if weight_dtype is None else NAMES[weight_dtype], Policy(*limits)
+    weight = None if weight_dtype is None else NAMES[weight_dtype]
     problem = Problem(op, n, NAMES[dtype], weight, size, machine.facts, casting, policy, form=form)
     settings.sms_left(machine.facts.sm_count, policy.sm_margin)
     if not is_fused(problem):
@@ -143,7 +147,7 @@ def _takes(run: Launcher, m: int, lead: tuple[int, int, int] | None, *rows: Tens
     form = run.plan.problem.form
     tiled = m if lead is None else run.plan.first.tiled_rows(lead)
     if tiled > run.plan.most_rows and (form.residual or form.bias or form.heads):
-        if run.plan.problem.policy.reproducible:
+        if run.plan.problem.policy.any_batch:
             raise ValueError(
                 f"reproducible: expected at most {run.plan.most_rows} rows of such a call, got {m}"
             )

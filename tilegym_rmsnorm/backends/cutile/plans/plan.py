@@ -14,7 +14,6 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardStrips, SumPartials
-from tilegym_rmsnorm.reproducibility import DEVICE
 
 
 class Sizes(NamedTuple):
@@ -85,7 +84,7 @@ class Plan:
         shares = first.tiles_of_heads(self.problem.form.heads) if self.problem.form.per_head else 1
         if self.has_own_partials:
             p = m
-        elif self.problem.policy.reproducible & DEVICE and self.problem.op == "backward":
+        elif self.problem.policy.any_gpu and self.problem.op == "backward":
             p = first.fixed_partial_rows(m, n, shares)
         else:
             p = first.partial_rows(max(1, m), n, sm_count, shares)

@@ -32,7 +32,6 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
 from tilegym_rmsnorm.backends.cutile.plans.records import SERVED_BY, Record, Tables, nearest_forms
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
-from tilegym_rmsnorm.reproducibility import DEVICE
 
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
 
@@ -49,7 +48,7 @@ def select(problem: Problem, tables: Tables) -> Plan:
     if n < 1 or dtype not in ITEMSIZE or architecture not in rules.ARCHITECTURES:
         known = f"a dtype of {tuple(ITEMSIZE)}, architecture one of {rules.ARCHITECTURES}"
         raise ValueError(f"expected rows of 1 element or more, {known}, got {n}, {dtype}, {architecture}")
-    if problem.policy.reproducible:
+    if problem.policy.any_batch:
         choice = _for_any_batch(problem, tables)
         return plan_of(problem, *choice)
     if problem.partials == "own" and problem.op == "backward":
@@ -63,7 +62,7 @@ def _for_any_batch(problem: Problem, tables: Tables) -> Choice:
     """Choose the first kernel by what neither M nor the GPU's SMs decide: the rules' for many rows. Raises ValueError
     where fewer SMs are left than its teams need."""
     policy, device = problem.policy, problem.device
-    if problem.policy.reproducible & DEVICE and policy.sm_margin:
+    if policy.any_gpu and policy.sm_margin:
         raise ValueError(
             f'sm_margin: expected 0 with reproducible("device"), which fixes the blocks of a backward, got '
             f"{policy.sm_margin}"
