@@ -276,7 +276,7 @@ def test_no_bit_depends_on_the_order_of_blocks(n, size):
 
 @pytest.mark.parametrize("n", [64, 1000, 2880, 4096, 18448])  # of multiples of 16 bytes
 @pytest.mark.parametrize("size", ["few", "large"])
-def test_a_row_of_y_and_dx_does_not_depend_on_the_batch_within_a_size_class(n, size):
+def test_a_row_of_y_and_dx_does_not_depend_on_the_batch(n, size):
     inputs = make_inputs(70 if n == 64 else 12, n, BF16, FP32, device=CPU)
     few = inputs._replace(x=inputs.x[7:10], dy=inputs.dy[7:10])
     assert torch.equal(run_forward(few)["y"], run_forward(inputs)["y"][7:10])
