@@ -272,3 +272,22 @@ def test_rope(head, rotary, backend):
         ):
             for one, every in zip(run(b, t), whole, strict=True):
                 assert torch.equal(one, every[b, t])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("n", EVERY_WIDTH if every_config else (1, 72, 1024, 2880, 4096, 5120, 16384, 18432))
+def test_vllms_bits(n, dtype, backend):
+    """Of rows and of a rounded sum, beside the kernel of support/vllm_kernel.py."""
+    if backend != "triton":
+        pytest.skip("Triton alone has that order")
+    import vllm_kernel
+
+    x, residual = (torch.randn(1003, n, device=DEVICE).to(dtype) for _ in range(2))
+    weight = torch.randn(n, device=DEVICE).to(dtype)
+    with reproducible(order="vllm"):
+        for rows in (x, placed(x, "strided"), placed(x, "unaligned")):
+            y = rms_norm(rows, n, weight, 1e-6, backend=backend)
+            assert torch.equal(y, vllm_kernel.rms_norm(x, weight, 1e-6))
+        y, total = rms_norm(x, n, weight, 1e-6, residual=residual, backend=backend)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, vllm_kernel.rms_norm(total, weight, 1e-6))
