@@ -6,15 +6,27 @@
 Without a GPU in Triton's interpreter, which adds by the shapes of tiles alone: what else a compiler goes by is in
 compiled/test_triton_levels.py."""
 
+import level_cases
 import pytest
 import rope_cases
 import torch
 import variants
-from helpers import BF16, DEVICE, FP16, FP32, every_config, why_skip
+from helpers import BF16, DEVICE, FP16, FP32, why_skip
+from level_cases import (
+    FORMS,
+    LENGTHS,
+    MOST,
+    OF_ANY_GPU,
+    assert_a_row_is_alike,
+    behind,
+    bits,
+    pairs,
+    variant_of,
+)
 from rope_cases import RopeCase
 from variants import Variant
 
-from tilegym_rmsnorm import reproducibility, settings
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.ops.norm.spec import Wanted
 from tilegym_rmsnorm.reproducibility import BATCH, VLLM
@@ -24,84 +36,13 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned_empty"),
 ]
 WIDTHS = (1, 64, 100, 640, 2048, 4096, 5120, 8192, 12288, 16384, 18432)  # every kind of tile of config.py
-MOST = 257
-LENGTHS = (1, 2, 255, 256)
-OF_ANY_GPU = BATCH | reproducibility.DEVICE
 SM_COUNTS = (1, 3, 78, 148)
-HEADS = (1, MOST, 2, 64)
-FORMS = {
-    "plain": Variant(BF16),
-    "float32": Variant(FP32, weight="none", layout="offset"),
-    "residual": Variant(BF16, residual_dtype=BF16, layout="slices"),
-    "all but heads": Variant(
-        FP16,
-        residual_dtype=FP32,
-        residual_out_dtype=BF16,
-        alpha=-0.5,
-        bias_dtype=FP32,
-        casting="llama",
-        out_dtype=FP32,
-        layout="gaps",
-    ),
-    "heads in place": Variant(BF16, HEADS, bias_dtype=BF16, layout="mixed", residual_dtype=BF16),
-    "weights of heads": Variant(BF16, HEADS, "heads", BF16, offset=1.0, bias_dtype=BF16, layout="heads"),
-}
 
 
-def variant_of(form, n, rows=None):
-    """Without --every-config fewer of wide rows, which have a program each."""
-    variant, rows = FORMS[form], rows or (MOST if n <= 1024 or every_config else 16)
-    return variant._replace(size=(1, rows, 2, n) if len(variant.size) == 4 else (rows, n))
-
-
-def run(variant, inputs, level, of_forward=None, of_backward=None):
-    """All results of a backend's functions, and residual_out; by default those of Triton's."""
+def run(variant, inputs, level, *around):
     from tilegym_rmsnorm.backends.triton import launch
 
-    x, weight, bias, residual, dy, d_residual_out = inputs
-    spec = variants.spec_of(variant)._replace(reproducible=level)
-    y, rstd, residual_out = (of_forward or launch.rms_norm_forward)(spec, (x, weight, bias, residual))
-    normalized, wanted = x if residual is None else residual_out, variants.wanted_of(variant)
-    tensors = normalized, dy, weight, rstd, d_residual_out
-    found = (of_backward or launch.rms_norm_backward)(spec, tensors, wanted)
-    return {"y": y, "rstd": rstd.view(x.shape[:-1]), "residual_out": residual_out} | {
-        name: each
-        for name, each, dtype in zip(Wanted._fields, found, wanted, strict=True)
-        if dtype is not None
-    }
-
-
-def rows_of(inputs, rows):
-    """The inputs of some rows, or tokens."""
-    part = (slice(None), rows) if inputs.x.ndim == 4 else rows
-    names = "x", "residual", "dy", "d_residual_out"
-    found = {name: getattr(inputs, name) for name in names}
-    return inputs._replace(**{name: None if each is None else each[part] for name, each in found.items()})
-
-
-def assert_a_row_is_alike(run_of, inputs, results):
-    """A row in batches of any length, first, last or between."""
-    axis = 1 if inputs.x.ndim == 4 else 0
-    most = inputs.x.shape[axis]
-    row = most // 2
-    for length in (*(each for each in LENGTHS if each < most), most - 1):
-        last = max(0, row - length + 1)
-        for start in {start for start in (row, last, (row + last) // 2) if start + length <= most}:
-            found = run_of(rows_of(inputs, slice(start, start + length)))
-            for name in ("y", "rstd", "residual_out", "dx", "d_residual"):
-                if results.get(name) is not None:
-                    one = found[name].narrow(axis, row - start, 1)
-                    assert torch.equal(one, results[name].narrow(axis, row, 1)), (name, length, start)
-
-
-def pairs(forms, widths):
-    """Without --every-config each form has a few widths, in turn."""
-    return [
-        (form, n)
-        for place, form in enumerate(forms)
-        for number, n in enumerate(widths)
-        if every_config or (place + number) % 3 == 0
-    ]
+    return level_cases.run(variant, inputs, level, launch, *around)
 
 
 @pytest.mark.parametrize(("form", "n"), pairs(FORMS, WIDTHS))
@@ -159,19 +100,6 @@ def test_sums_of_pytorch_are_refused_on_any_gpu(form):
         around_kernels.backward(None, spec, tensors, variants.wanted_of(variant))
 
 
-def behind(inputs, count):
-    """Append rows whose dy is zero."""
-    axis = 1 if inputs.x.ndim == 4 else 0
-
-    def longer(name, each):
-        if each is None or name in ("weight", "bias"):
-            return each
-        more = each.narrow(axis, 0, 1).repeat_interleave(count, axis)
-        return torch.cat((each, torch.zeros_like(more) if name == "dy" else more), axis)
-
-    return inputs._replace(**{name: longer(name, each) for name, each in inputs._asdict().items()})
-
-
 @pytest.fixture(params=[3, None], ids=["3 SMs", "132 SMs"])
 def fixed_sms(request, monkeypatch):
     """Of few SMs walks are long."""
@@ -182,13 +110,6 @@ def fixed_sms(request, monkeypatch):
         monkeypatch.setattr(config, "FIXED_SMS", request.param)
     yield
     config_rope._walks_of_many.cache_clear()
-
-
-def bits(sums):
-    return [
-        None if each is None else each.view(torch.int16 if each.itemsize == 2 else torch.int32)
-        for each in sums
-    ]
 
 
 def assert_alike_on_all_gpus(run_of, more, monkeypatch):

@@ -91,7 +91,7 @@ def backward(kernel: BackwardFunction, spec: Spec, tensors: Any, wanted: Wanted)
     ):
         parts = " and ".join(parts_of(False, wanted.db is not None, per_head is not None))
         raise ValueError(
-            f'reproducible: expected at most "batch" for gradients of a {parts} with {spec.n} columns, got "device": '
+            f'reproducible: expected at most "batch" for gradients of {parts} with {spec.n} columns, got "device": '
             "PyTorch's operations sum them"
         )
     needs_d = d_residual_out is not None or wanted.d_residual is not None or spec.alpha != 1.0
