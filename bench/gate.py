@@ -11,6 +11,9 @@ A cell (op, rows, cols, dtype, provider) is compared with the newest kept result
 those that the same toolkit compiled: a kernel that becomes a little slower with each result would never fail against
 the newest alone.
 
+Under a level of reproducibility ("cutile[batch]") a kernel is a provider of its own. What takes longer beside its
+backend without than is promised (report/levels.py) is named, and does not fail.
+
 Only this package's own kernels count: a slower baseline is not a defect here. A shape that was not run this time is
 named and does not fail, but a result that has none of those that are kept of its dtypes does.
 """
@@ -31,11 +34,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.measure.provenance import RESULTS, gpu_slug, kept_in
-from bench.measure.shapes import Cell, Record, Result, cell_of, kind_of
+from bench.measure.shapes import Cell, Record, Result, cell_of, kind_of, level_of
+from bench.providers.ours import KERNELS, LEVELLED, backend_of
+from bench.report import levels
 from tilegym_rmsnorm.commands import options
 
 THRESHOLD = 0.05  # runs of the same kernels on one H100 differ by about 2 %
-GATED_PROVIDERS = ("cutile", "triton")
+GATED_PROVIDERS = (*KERNELS, *LEVELLED)
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,11 @@ def load_kept(gpu: str | None, results: Path = RESULTS, leave_out: Sequence[Path
 
 
 def joined(news: Sequence[Result]) -> list[Result]:
-    """One result of each GPU model and kind, with all records: parts of a run have other providers or shapes, and of a
-    cell that several have each counts."""
-    by_kind: dict[tuple[str | None, str], Result] = {}
+    """One result of each GPU model, kind and level, with all records: parts of a run have other providers or shapes,
+    and of a cell that several have each counts."""
+    by_kind: dict[tuple[str | None, str, str], Result] = {}
     for new in news:
-        key = new["gpu"], kind_of(new)
+        key = new["gpu"], kind_of(new), level_of(new)
         records = [*by_kind.get(key, {"records": []})["records"], *new["records"]]
         by_kind[key] = {**new, "records": records}
     return list(by_kind.values())
@@ -153,7 +158,7 @@ def _fastest(results: Sequence[Result], new: Result) -> dict[Cell, Record]:
 def toolkit_of(result: Result, provider: str) -> tuple[str | None, ...]:
     """Return versions of a provider's toolkit: another may be faster for reasons of its own."""
     versions = result.get("versions", {})
-    if provider == "triton":
+    if backend_of(provider) == "triton":
         return (versions.get("triton"),)
     return result.get("tileiras"), versions.get("cuda-tile")
 
@@ -228,8 +233,14 @@ def main(argv: list[str] | None = None) -> int:
     has_failed = False
     for new in joined(news):
         every = load_kept(new["gpu"], arguments.results, leave_out=paths)
-        kept = [each for each in every if kind_of(each) == kind_of(new)]
+        same = [each for each in every if kind_of(each) == kind_of(new)]
+        kept = [each for each in same if level_of(each) == level_of(new)]
         verdict = compare(new, kept, arguments.threshold, accepted=ACCEPTED)
+        for record in levels.above(new):
+            text = (
+                f"{record['level_ratio']:.2f} times its backend without, promised {levels.most(record):.2f}"
+            )
+            print(f"gate: above what a level may cost: {_name(cell_of(record))}: {text}")
         print(explain(new, kept, verdict))
         has_failed |= bool(verdict.failed or why_nothing(new, verdict))
     return int(has_failed)

@@ -38,10 +38,19 @@ from bench.measure.shapes import (
     parse_shapes,
 )
 from bench.measure.warm import warm
-from bench.providers.ours import BACKENDS, BASELINES, KERNELS, MAX_AUTOTUNE, ROW_PARTIALS
+from bench.providers.ours import (
+    BACKENDS,
+    BASELINES,
+    KERNELS,
+    LEVELLED,
+    MAX_AUTOTUNE,
+    ROW_PARTIALS,
+    backend_of,
+)
 from bench.providers.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
-from bench.report import compare, html_report, tables
+from bench.report import compare, html_report, levels, tables
 from bench.report.join import write
+from tilegym_rmsnorm import get_reproducible
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
@@ -112,7 +121,7 @@ def measure_dtypes(
         result = {**heading, "records": []}
         path = folder / f"{heading['date'][:10]}-{dtype}{kind}.json"
         for bench.ops, shapes, without in sections:
-            bench.providers = tuple(name for name in here if name not in without)
+            bench.providers = tuple(name for name in here if backend_of(name) not in without)
             if loss is not None:
                 groups = [(bench.providers, shapes)]
             elif loss := measure_all(bench, shapes, dtype, result, path):
@@ -151,9 +160,10 @@ def write_page(results: list[Result], path: Path) -> None:
 def publish(result: Result, path: Path) -> bool:
     """Writes and prints a result; whether this package's backends are right in it."""
     plots = write(result, path)
-    print("\n\n".join(["", tables.by_op(result), compare.summary(result), *differences(result)]))
+    costs = levels.summary(result)
+    print("\n\n".join(["", tables.by_op(result), compare.summary(result), *costs, *differences(result)]))
     print(f"\nwritten: {path} and .csv{', and plots of ' * bool(plots)}{', '.join(plots)}")
-    return not any(each["error"] and each["provider"] in BACKENDS for each in result["records"])
+    return not any(each["error"] and backend_of(each["provider"]) in BACKENDS for each in result["records"])
 
 
 def why_nothing(result: Result, providers: tuple[str, ...], ops: tuple[str, ...]) -> str:
@@ -176,6 +186,8 @@ def choose_providers(arguments: argparse.Namespace, has_gpu: bool) -> tuple[tupl
         wanted = default_providers(unavailable, arguments, has_gpu)
         libraries = block_peers.LIBRARIES if has_many_cells(arguments) else LIBRARIES
         wanted += (MAX_AUTOTUNE, *libraries) if arguments.peers else ()
+    if arguments.levels:
+        wanted += tuple(name for name, (backend, _) in LEVELLED.items() if backend in wanted)
     unavailable |= {name: reason for name in wanted if (reason := why_missing(name))}
     return tuple(name for name in wanted if name not in unavailable), unavailable
 
@@ -213,8 +225,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a few shapes only")
     # Of processes.py: a lost CUDA context ends the run, whose result says so.
     add("--part", action="store_true", help=argparse.SUPPRESS)
+    add("--levels", action="store_true", help=f"also {names(LEVELLED)}, of the backends that are measured")
     add("--p-rows", action="store_true", help=f"also {ROW_PARTIALS}: a partial row per input row")
     arguments = parser.parse_args(argv)
+    if (arguments.levels or LEVELLED.keys() & (arguments.provider or ())) and get_reproducible() != "run":
+        parser.error(f"--levels: expected the level 'run' in effect, got {get_reproducible()!r}")
     if arguments.widths is None and arguments.share is not None:
         parser.error("--share: expected --widths SEED beside it")
     if arguments.widths is not None:
@@ -260,7 +275,7 @@ def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:
     ops = BLOCK_OPS if arguments.block else OPS if arguments.widths is None else widths.OPS
     has_all_ops = arguments.op is None or set(arguments.op) == set(ops)
     is_part = any(each is not None for each in (arguments.shapes, arguments.provider, arguments.share))
-    is_partial = arguments.quick or is_part or not has_all_ops
+    is_partial = arguments.quick or is_part or not has_all_ops or get_reproducible() != "run"
     return (RESULTS / "partial" if is_partial else RESULTS) / gpu_slug(gpu)
 
 

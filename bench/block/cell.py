@@ -18,7 +18,7 @@ from bench.block.providers import BlockProvider, served_by
 from bench.measure.cell import Cell
 from bench.measure.check import check_form, poison
 from bench.measure.shapes import Shape
-from bench.providers.ours import OURS
+from bench.providers.ours import OURS, backend_of
 from tilegym_rmsnorm.measure.accuracy import Errors, Outputs
 from tilegym_rmsnorm.measure.timer import Call
 
@@ -39,7 +39,7 @@ class BlockCell(Cell):
     def make_providers(self, name: str) -> list[BlockProvider]:
         found = make_providers(name, self.family, self.shape, self.dtype, self.bench.device)
         self.lenient |= {each.label for each in found if each.is_lenient}
-        if name == OURS:  # which can say what kernel serves an op
+        if backend_of(name) == OURS:  # which can say what kernel serves an op
             (own,) = found
             return [
                 dataclasses.replace(own, served_by=lambda op: served_by(op, own.calls[op], self.inputs[0]))

@@ -9,6 +9,7 @@ it does not have; "torch.compile" is the same, fused by Inductor.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,14 +27,17 @@ from bench.providers.ours import (
     BASELINES,
     COMPILED_MODES,
     EPS,
+    LEVELLED,
     OURS,
     Labelled,
     aten_backward,
     aten_backward_dx,
     aten_ops_forward,
+    backend_of,
 )
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
+from tilegym_rmsnorm.reproducibility import flags
 
 Results = tuple[Tensor, ...]
 Compute = Callable[[BlockInputs], Results]  # of one op, its outputs in the order of Family.outputs
@@ -103,9 +107,9 @@ def served_by(op: str, call: Compute, inputs: BlockInputs) -> str:
 def _own_scaled_backward(backend: str, t: BlockInputs) -> Results:
     # As autograd asks a backend; no public op of gradients takes that wish.
     dtype = t.x.dtype
-    request = registry.Request(t.x.device, dtype, t.weight.dtype, "once")
+    request = registry.Request(t.x.device, dtype, t.weight.dtype, "once", reproducible=flags())
     backward = registry.dispatch("rms_norm_backward", request, backend)
-    spec = Spec(t.x.shape[-1], EPS, 0.0, "once", t.alpha, residual_dtype=dtype)
+    spec = Spec(t.x.shape[-1], EPS, 0.0, "once", t.alpha, residual_dtype=dtype, reproducible=flags())
     tensors = (t.normalized, t.dy, t.weight, t.rstd, t.d_residual_out)
     dx, d_residual, dw, _ = backward(spec, tensors, Wanted(dtype, dtype, dtype))
     return dx, d_residual, dw
@@ -191,8 +195,8 @@ def compiled_providers(name: str, family: Family, device: torch.device) -> list[
 
 def make_block_providers(name: str, family: Family, device: torch.device) -> list[BlockProvider]:
     """The providers of that name, one for each setting; none of a name that has none of these ops."""
-    if name in BACKENDS:
-        return [own_provider(name)]
+    if name in BACKENDS or name in LEVELLED:
+        return [dataclasses.replace(own_provider(backend_of(name)), name=name)]
     if name == "F.rms_norm":
         return [eager_provider(device)]
     return compiled_providers(name, family, device) if name in COMPILED_MODES else []

@@ -18,6 +18,7 @@ from bench.block.families import ALL_OPS
 from bench.measure.check import checked_ops, dy_for, errors_of, rstd_for, run_op
 from bench.measure.session import Session
 from bench.measure.shapes import Record, Shape, compulsory_bytes
+from bench.providers.ours import LEVELLED, backend_of, in_level
 from bench.providers.peers import make_providers
 from tilegym_rmsnorm.measure.accuracy import Errors, Outputs, why_wrong
 from tilegym_rmsnorm.measure.timer import (
@@ -104,7 +105,7 @@ class Cell:
         for op in self.checked_ops(provider):
             if (provider.label, op) not in self.failures:
                 fail = functools.partial(self._fail, provider.label, FAILS_WITH.get(op, (op,)))
-                with self.bench.contained(provider.name, fail):
+                with self.bench.contained(provider.name, fail), in_level(provider.name):
                     outputs |= self.run_op(provider, op)
                     if self.bench.is_cuda:  # what goes wrong on the GPU must not surface in another's call
                         torch.cuda.synchronize()
@@ -130,12 +131,14 @@ class Cell:
             label = provider.label
             if (label, op) in self.failures:
                 continue
-            with bench.contained(provider.name, functools.partial(self._fail, label, (op,))):
+            fail = functools.partial(self._fail, label, (op,))
+            with bench.contained(provider.name, fail), in_level(provider.name):
                 calls = [self.device_call(provider, op, each) for each in self.inputs]
                 kept.append(calls)
                 if bench.is_cuda:
                     workspace[label] = _workspace_bytes(calls[0])
-                samplers[label] = bench.timer.sampler([calls[i % sets] for i in range(count)])
+                sampler = bench.timer.sampler([calls[i % sets] for i in range(count)])
+                samplers[label] = _in_level(provider.name, sampler)
         device = interleave(samplers, self.seconds)
         fastest = {name: _fastest(several, device) for name, several in offered.items()}
         host = self._host_times(op, [each for each in fastest.values() if each is not None])
@@ -148,9 +151,11 @@ class Cell:
     def _host_times(self, op: str, providers: list[Any]) -> dict[str, Timing]:
         if not self.bench.is_cuda:
             return {}
-        calls = {each.label: self.host_call(each, op) for each in providers}
-        some = {label: call for label, call in calls.items() if call is not None}
-        samplers = {label: host_sampler(call, self.bench.device) for label, call in some.items()}
+        samplers = {
+            each.label: _in_level(each.name, host_sampler(call, self.bench.device))
+            for each in providers
+            if (call := self.host_call(each, op)) is not None
+        }
         return interleave(samplers, self.host_seconds)
 
     def _record(
@@ -175,9 +180,11 @@ class Cell:
         reasons = [self.failures[each, op] for each in labels if (each, op) in self.failures]
         record: Record = {"op": op, "rows": self.shape[0], "cols": self.shape[1]}
         record |= {"dtype": dtype_name(self.dtype), "provider": name}
-        record |= {"settings": _settings(fastest, op), "tried_us": tried or None}
+        with in_level(name):
+            record |= {"settings": _settings(fastest, op), "tried_us": tried or None}
         record |= figures(device.get(label) if fastest else None, moved, self.bench.copy_bytes_per_second)
         return record | {
+            "level_ratio": _level_ratio(name, device) if self.bench.is_cuda else None,
             "host_us": round(host[label].us, 2) if label in host else None,
             "errors": rounded(self.errors.get(label, {})),
             "workspace_bytes": workspace.get(label),
@@ -197,6 +204,22 @@ def figures(timing: Timing | None, moved: int, ceiling: float | None) -> Record:
     }
 
 
+def _in_level(name: str, sampler: Sampler) -> Sampler:
+    """The sampler, with the provider's level around each sample: what it calls anew has no other."""
+
+    def sample() -> float:
+        with in_level(name):
+            return sampler()
+
+    return sample
+
+
+def _level_ratio(name: str, device: dict[str, Timing]) -> float | None:
+    """The time of a backend under a level over its time without; None of others."""
+    timed = name in LEVELLED and name in device and backend_of(name) in device
+    return round(device[name].us / device[backend_of(name)].us, 4) if timed else None
+
+
 def _fastest(providers: list[Any], device: dict[str, Timing]) -> Any | None:
     """Pick the provider's settings of the lowest median; None where none was timed."""
     timed = [each for each in providers if each.label in device]
@@ -213,7 +236,7 @@ def _settings(provider: Any | None, op: str) -> str | None:
 def failed_record(op: str, shape: Shape, dtype: str, provider: str, error: str) -> Record:
     """The record of a provider that did not get as far as being measured."""
     record: Record = {"op": op, "rows": shape[0], "cols": shape[1], "dtype": dtype, "provider": provider}
-    record |= dict.fromkeys(("settings", "tried_us", *FIGURES, "host_us"))
+    record |= dict.fromkeys(("settings", "tried_us", *FIGURES, "level_ratio", "host_us"))
     return record | {"errors": {}, "workspace_bytes": None, "first_calls_s": None, "error": error}
 
 

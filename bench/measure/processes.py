@@ -25,7 +25,18 @@ from bench.providers.peers import ALONE
 # Providers, and the shapes at which one process measures them.
 Group = tuple[tuple[str, ...], tuple[Shape, ...]]
 # Of two results that may be joined.
-SAME = ("gpu", "sms", "driver", "cuda", "tileiras", "versions", "is_grid", "is_block", "widths")
+SAME = (
+    "gpu",
+    "sms",
+    "driver",
+    "cuda",
+    "tileiras",
+    "versions",
+    "is_grid",
+    "is_block",
+    "widths",
+    "reproducible",
+)
 
 
 class Loss(NamedTuple):
@@ -185,4 +196,6 @@ def why_apart(result: Result, other: Result) -> str | None:
 
 
 def _compared(result: Result, key: str) -> Any:
-    return result.get(key, {"versions": {}, "is_grid": False, "is_block": False}.get(key))
+    return result.get(
+        key, {"versions": {}, "is_grid": False, "is_block": False, "reproducible": "run"}.get(key)
+    )

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Origin of a figure: GPU, driver, toolkit, library versions, sources, tables, commit and date. Part of every
-result."""
+"""Origin of a figure: GPU, driver, toolkit, library versions, sources, tables, level of reproducibility, commit and
+date. Part of every result."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import tilegym_rmsnorm
+from bench.measure.shapes import level_of
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.cutile.runtime.toolchain import dotted, find_tileiras, package_version
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
@@ -54,6 +55,7 @@ def describe_run() -> dict[str, Any]:
         "dirty": is_dirty,
         "sources": hash_sources(),
         "teams": settings.teams(),
+        "reproducible": tilegym_rmsnorm.get_reproducible(),
         "user_tables": None if (folder := user_folder()) is None else str(folder),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -129,6 +131,7 @@ def one_line(result: dict[str, Any]) -> str:
     where += [f"tileiras {result['tileiras']}"] if result["tileiras"] else []
     where += [f"the user's tables in {result['user_tables']}"] if result.get("user_tables") else []
     where += ["without teams"] if not result.get("teams", True) else []
+    where += [f"under reproducible {level_of(result)!r}"] if level_of(result) != "run" else []
     own = f"{PACKAGE}{version} at commit {commit}"
     return ", ".join([*where, *versions, own, *parts_of_other_commits(result), result["date"][:10]])
 

@@ -8,6 +8,7 @@ settings, tried_us                  of a peer that has several: the fastest, and
                                     cutile the kernel that served, and its own
 us, us_p10, us_p90, samples         device microseconds per call: median, spread, number of samples
 gb_per_s, copy_fraction             compulsory bytes over that time, and its share of the same run's copy ceiling
+level_ratio                         of a backend under a level of reproducibility: us over that of the backend without
 host_us                             host microseconds per eager call; of "both" by autograd
 errors                              largest relative error of each output against float64: y, rstd, dx, dw, and of ops
                                     of block/ residual_out, d_residual, db. See check.py, block/check.py
@@ -15,7 +16,7 @@ workspace_bytes                     device memory that a call takes beside its o
 first_calls_s                       seconds of the shape's first calls of all ops, compiling included
 error                               why there are no figures, None where there are
 
-Without a GPU the time is the wall clock's and copy_fraction, host_us and workspace_bytes are None.
+Without a GPU the time is the wall clock's and copy_fraction, level_ratio, host_us and workspace_bytes are None.
 """
 
 from __future__ import annotations

@@ -78,6 +78,11 @@ def kind_of(result: Result) -> str:
     return "grid" if result.get("is_grid") else "block" if result.get("is_block") else "models"
 
 
+def level_of(result: Result) -> str:
+    """The level of reproducibility in effect; results from before they named it had none but "run"."""
+    return result.get("reproducible", "run")
+
+
 def shape_of(record: Record) -> Shape:
     return record["rows"], record["cols"]
 

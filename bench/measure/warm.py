@@ -34,6 +34,7 @@ from bench.block.families import Family, Section, by_family
 from bench.measure import inductor
 from bench.measure.check import checked_ops, make_inputs, run_op
 from bench.measure.shapes import OPS, Shape
+from bench.providers.ours import backend_of, in_level
 from bench.providers.peers import make_providers
 
 PROCESSES = 14  # each has some GB of tensors at the largest shapes
@@ -93,7 +94,7 @@ def warm(
 def _tasks(providers: Sequence[str], section: Section, dtypes: Sequence[torch.dtype]) -> Iterator[Task]:
     [(family, _)] = by_family(section.ops)
     for name in providers:
-        if name in NOT_WARMED or name in section.without:
+        if name in NOT_WARMED or backend_of(name) in section.without:
             continue
         shapes = section.shapes
         if name == "quack" or (family is not None and name in BY_WIDTH):
@@ -114,7 +115,7 @@ def first_calls(task: Task, device: torch.device) -> None:
         torch.cuda.set_device(device)
     [(family, _)] = by_family(task.ops)
     share = slice(task.share, None, _shares(task.provider, family))
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), in_level(task.provider):
         with inductor.held(_turn) if task.is_measured else contextlib.nullcontext():
             if family is None:
                 (inputs,) = make_inputs(task.shape, task.dtype, device, sets=1)

@@ -5,6 +5,9 @@
 
 Other libraries' RMSNorms are in peers.py.
 
+"cutile[batch]" is backend "cutile" under `reproducible("batch")`, a provider of its own: whoever runs its calls does it
+inside `in_level`.
+
 The device times of a baseline's forward and backward come from `aten::_fused_rms_norm` and its backward, which compute
 what this package's two public ops do, rstd included; `both` by eager autograd goes through `F.rms_norm` itself.
 torch.compile compiles for each shape (dynamic=False), its fastest form, and max-autotune without its CUDA graphs:
@@ -13,9 +16,12 @@ everything here is timed in a graph already.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +31,9 @@ from torch.nn import functional as F
 
 import tilegym_rmsnorm as tr
 from bench.measure.shapes import OPS, Shape
-from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
+from tilegym_rmsnorm.reproducibility import flags
 
 if TYPE_CHECKING:  # the peers run where cuda-tile is missing
     from tilegym_rmsnorm.backends.cutile.host.launcher import Launcher
@@ -42,7 +48,9 @@ ROW_PARTIALS = "cutile[P=M]"
 MAX_AUTOTUNE = "torch.compile-max-autotune"
 COMPILED_MODES = {"torch.compile": "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
 PDL = "triton.enable_pdl"  # Inductor's option, off unless asked for
-OWN = (*BACKENDS, ROW_PARTIALS)
+# Backends under a level of reproducibility: backend and level by the provider's name.
+LEVELLED = {f"{backend}[{level}]": (backend, level) for backend in KERNELS for level in ("batch", "device")}
+OWN = (*BACKENDS, ROW_PARTIALS, *LEVELLED)
 PROVIDERS = (*OWN, *BASELINES, MAX_AUTOTUNE)
 # Compiled autograd, needed for the host time of `both` alone, takes seconds to compile: only where x is smaller than
 # this and the host's time can exceed the device's.
@@ -96,8 +104,20 @@ class Provider(Labelled):
         return y, *torch.autograd.grad(y, (x, weight), dy)
 
 
+def backend_of(name: str) -> str:
+    """The backend of a provider that is one under a level; the name itself of any other."""
+    return LEVELLED[name][0] if name in LEVELLED else name
+
+
+def in_level(name: str) -> AbstractContextManager[None]:
+    """Begin the level under which the calls of a provider run: that of the process for those that name none."""
+    return tr.reproducible(LEVELLED[name][1]) if name in LEVELLED else contextlib.nullcontext()
+
+
 def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Provider:
     """The provider of that name, for one shape and dtype: torch.compile compiles anew for each."""
+    if name in LEVELLED:
+        return dataclasses.replace(make_provider(backend_of(name), shape, dtype, device), name=name)
     if name in BACKENDS:
         return Provider(
             name,
@@ -161,9 +181,9 @@ def _has_pdl(device: torch.device) -> bool:
 
 def backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
     # What autograd does for a frozen weight; no public op of gradients takes that wish.
-    request = registry.Request(x.device, x.dtype, weight.dtype, "once")
+    request = registry.Request(x.device, x.dtype, weight.dtype, "once", reproducible=flags())
     backward = registry.dispatch("rms_norm_backward", request, backend)
-    spec = Spec(x.shape[1], EPS, 0.0, "once")
+    spec = Spec(x.shape[1], EPS, 0.0, "once", reproducible=flags())
     dx, *_ = backward(spec, (x, dy, weight, rstd, None), Wanted(x.dtype))
     return dx
 
@@ -177,14 +197,13 @@ def _served_by(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) 
 
 
 def _problem(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> Problem:
-    from tilegym_rmsnorm.backends.cutile.host.norm import NAMES
-    from tilegym_rmsnorm.backends.cutile.plans.problem import Policy, Problem
+    from tilegym_rmsnorm.backends.cutile.host.norm import NAMES, policy_of
+    from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
     from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     name, facts = NAMES[dtype], machine_of(device).facts
-    policy = Policy(settings.teams(), settings.get_sm_margin())
-    return Problem(op, shape[1], name, name, size_class(*shape), facts, policy=policy)
+    return Problem(op, shape[1], name, name, size_class(*shape), facts, policy=policy_of(flags()))
 
 
 def _row_partials_backward(

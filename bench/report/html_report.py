@@ -26,8 +26,8 @@ from typing import Any
 
 from bench import remedy
 from bench.measure.provenance import PACKAGE, parts_of_other_commits
-from bench.measure.shapes import Record, Result, kind_of, shape_text
-from bench.providers.ours import OURS
+from bench.measure.shapes import Record, Result, kind_of, level_of, shape_text
+from bench.providers.ours import LEVELLED, OURS
 from bench.report import compare, tables
 from bench.report.compare import spread_of
 from bench.report.styles import style_of
@@ -97,6 +97,7 @@ def _facts(result: Result) -> dict[str, str]:
         **{name: version for name, version in result["versions"].items() if name != PACKAGE},
         f"{PACKAGE} at commit": commit,
         "teams": None if result.get("teams", True) else "off",
+        "level of reproducibility": None if level_of(result) == "run" else level_of(result),
         "the user's tables": result.get("user_tables"),
         "device copy": None if copy is None else f"{copy:.0f} GB/s",
         "date": result["date"][:10],
@@ -147,7 +148,9 @@ def _plots(results: Results) -> Iterable[str]:
     for label, result in results.items():
         for op in tables.ops_of(result):
             of_op = (each for each in result["records"] if each["op"] == op)
-            records = [each for each in of_op if each["gb_per_s"] is not None]
+            records = [
+                each for each in of_op if each["gb_per_s"] is not None and each["provider"] not in LEVELLED
+            ]
             if not records:
                 continue
             plots = [_rates(result, records)]
@@ -288,6 +291,7 @@ def _measurement(label: str, op: str, record: Record) -> Cells:
         "GB/s": _rate(record),
         "share of copy": _figure(record["copy_fraction"], ".0%"),
         "host us": _figure(record["host_us"], ".0f"),
+        "level / run": _figure(record.get("level_ratio"), ".2f"),
     }
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.measure.processes import differences, join, why_apart
 from bench.measure.shapes import Result
-from bench.report import compare, tables
+from bench.report import compare, levels, tables
 from bench.report.plots import plot_result
 from tilegym_rmsnorm.commands import options
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"{arguments.result} and {path} differ in {reason}")
         print(f"{path}: added {', '.join(join(result, other)) or 'nothing'}")
     write(result, arguments.result)
-    print("\n".join([*differences(result), "", compare.summary(result)]))
+    print("\n".join([*differences(result), "", compare.summary(result), *levels.summary(result)]))
     return 0
 
 

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from bench.block.families import ALL_OPS, CONTROLS
 from bench.measure.shapes import BATCHES, WIDEST_HEAD, Record, Result, Shape, kind_of, shape_of
-from bench.providers.ours import OURS
+from bench.providers.ours import LEVELLED, OURS
 from bench.report import compare, pictures
 from bench.report.heatmaps import plot_heatmaps
 from bench.report.styles import style_of
@@ -45,7 +45,8 @@ def plot_result(result: Result, stem: Path) -> dict[str, Path]:
         if op == "dx" or op in CONTROLS.values():
             continue
         of_op = (record for record in result["records"] if record["op"] == op)
-        records = [record for record in of_op if record["gb_per_s"] is not None]
+        timed = [record for record in of_op if record["gb_per_s"] is not None]
+        records = [record for record in timed if record["provider"] not in LEVELLED]
         if records:
             paths[op] = stem.with_name(f"{stem.name}-{op}.png")
             if result.get("is_grid"):

@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.measure.provenance import ROOT, kept_in
 from bench.measure.shapes import BATCHES, OPS, Result, kind_of, shape_of
 from bench.providers.ours import PDL
-from bench.report import block, compare, tables, widths
+from bench.report import block, compare, levels, tables, widths
 from bench.report.text import figure_text, table_text
 
 Results = dict[Path, Result]
@@ -166,6 +166,10 @@ def result_pages(results: Results) -> dict[Path, str]:
             images = {name: f"{path.stem}-{name}.png" for name in names}
             there = {name: image for name, image in images.items() if path.with_name(image).exists()}
             parts += tables.page_parts(result, there)
+        if table := levels.table(result):
+            parts += tables.folded(
+                "Levels of reproducibility: device time over that of the backend without", [table]
+            )
         pages[page] = "\n\n".join(parts) + "\n"
     return pages
 

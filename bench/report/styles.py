@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Style of each provider in pictures and in report.html: a colour and a marker that no other has.
+"""Style of each provider in pictures and in report.html: a colour and a marker that no other has. Backends under a
+level of reproducibility are drawn nowhere: tables have what a level costs (levels.py).
 
 The first eight colours are Okabe and Ito's. The others were chosen to be far from these and from one another, also as
 people see them who are blind to red or green. The marker tells apart what is still alike.

@@ -39,12 +39,12 @@ from bench.measure.session import this_device
 from bench.report import training
 from bench.report.tables import CPU_NOTE, write_json
 from bench.train.models import HUGGING_FACE, MODELS, USUAL, tiny
-from tilegym_rmsnorm import set_sm_margin
+from tilegym_rmsnorm import get_reproducible, set_sm_margin
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
 
 STEPS, TINY_STEPS, LEAST_STEPS = 60, 12, 6
-WHERE = "bench/results/GPU/, with --tiny or --norm bench/results/partial/GPU/"
+WHERE = "bench/results/GPU/, with --tiny, --norm or a level of reproducibility bench/results/partial/GPU/"
 SMOOTHED = 10  # steps of a moving average, at most half of all
 
 
@@ -97,7 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = arguments.out
     if folder is None:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        is_part = gpu is not None and (arguments.tiny or arguments.norm is not None)
+        is_other = arguments.norm is not None or get_reproducible() != "run"
+        is_part = gpu is not None and (arguments.tiny or is_other)
         folder = RESULTS / ("partial" if is_part else "") / gpu_slug(gpu)
     # Other processes would meet the folder that this one makes and removes, to try it.
     if os.environ.get("RANK", "0") == "0" and (reason := why_not_writable(folder)):

@@ -11,7 +11,7 @@ from bench.measure.check import checked_ops, run_op
 RECORD_FIELDS = {
     *("op", "rows", "cols", "dtype", "provider", "us", "us_p10", "us_p90", "samples", "gb_per_s"),
     *("copy_fraction", "host_us", "errors", "workspace_bytes", "error"),
-    *("settings", "tried_us", "first_calls_s"),
+    *("settings", "tried_us", "first_calls_s", "level_ratio"),
 }
 
 

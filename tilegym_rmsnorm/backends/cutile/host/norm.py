@@ -72,7 +72,7 @@ def _forward_key(_: Machine, spec: Spec, tensors: ForwardTensors) -> tuple[Any, 
     written = (spec.y_dtype, spec.residual_dtype)
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     n, weight_dtype = spec.n, None if weight is None else weight.dtype
-    kind = _size_of(spec, x), spec.casting, form, _policy_of(spec.reproducible)
+    kind = _size_of(spec, x), spec.casting, form, policy_of(spec.reproducible)
     return "forward", n, dtype, weight_dtype, *kind
 
 
@@ -87,7 +87,7 @@ def _backward_key(_: Machine, spec: Spec, tensors: BackwardTensors, wanted: Want
     per_head = weight is not None and weight.ndim == 2
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
     weight_dtype = None if weight is None else weight.dtype
-    kind = _size_of(spec, x), spec.casting, form, _policy_of(spec.reproducible)
+    kind = _size_of(spec, x), spec.casting, form, policy_of(spec.reproducible)
     return op, n, dtype, weight_dtype, *kind
 
 
@@ -95,7 +95,7 @@ def _size_of(spec: Spec, x: Tensor) -> str:
     return "large" if spec.reproducible else size_class(x.numel() // spec.n, spec.n)
 
 
-def _policy_of(level: int) -> Policy:
+def policy_of(level: int) -> Policy:
     return Policy(*settings.kernel_limits(), bool(level & BATCH), bool(level & DEVICE))
 
 
