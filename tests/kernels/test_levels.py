@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Backend "cutile" under levels of reproducibility, by the interpreter: which rows share a kernel, where rows lie, a lone
-row, and how rows are shared. It adds by the shapes of tiles alone; machine_code/test_one_order.py reads machine code."""
+"""Backend "cutile" under levels of reproducibility, by the interpreter: which rows share a kernel, where rows lie, a
+lone row, and how rows are shared. It adds by the shapes of tiles alone; machine_code/test_one_order.py reads code."""
 
 import level_cases
 import pytest

@@ -72,7 +72,7 @@ def _forward_key(_: Machine, spec: Spec, tensors: ForwardTensors) -> tuple[Any, 
     written = (spec.y_dtype, spec.residual_dtype)
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     n, weight_dtype = spec.n, None if weight is None else weight.dtype
-    kind = _size_of(spec, x), spec.casting, form, policy_of(spec.reproducible)
+    kind = _size_of(spec.reproducible, x.numel() // n, n), spec.casting, form, policy_of(spec.reproducible)
     return "forward", n, dtype, weight_dtype, *kind
 
 
@@ -87,12 +87,12 @@ def _backward_key(_: Machine, spec: Spec, tensors: BackwardTensors, wanted: Want
     per_head = weight is not None and weight.ndim == 2
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
     weight_dtype = None if weight is None else weight.dtype
-    kind = _size_of(spec, x), spec.casting, form, policy_of(spec.reproducible)
+    kind = _size_of(spec.reproducible, x.numel() // n, n), spec.casting, form, policy_of(spec.reproducible)
     return op, n, dtype, weight_dtype, *kind
 
 
-def _size_of(spec: Spec, x: Tensor) -> str:
-    return "large" if spec.reproducible else size_class(x.numel() // spec.n, spec.n)
+def _size_of(level: int, m: int, n: int) -> str:
+    return "large" if level else size_class(m, n)
 
 
 def policy_of(level: int) -> Policy:
@@ -125,17 +125,8 @@ def plan_for(problem: Problem) -> Plan:
 
 def backward_plan(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Plan:
     """Plan a plain backward of (m, n), x and weight of one dtype. KeyError for a dtype that no kernel takes."""
-    key = (
-        "backward",
-        n,
-        dtype,
-        dtype,
-        size_class(m, n),
-        "once",
-        PLAIN,
-        *settings.kernel_limits(),
-        reproducibility.flags(),
-    )
+    level = reproducibility.flags()
+    key = "backward", n, dtype, dtype, _size_of(level, m, n), "once", PLAIN, policy_of(level)
     launcher = launcher_of(BACKWARD, machine_of(device), key)
     assert launcher is not None, "every plain call is fused"
     return launcher.plan
