@@ -1,0 +1,97 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The arrays that cutile's kernels get under a level: like packed ones at a multiple of 16 bytes, however the caller's
+lie, and at least two rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import BF16, FP32
+from torch import Tensor
+
+from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from tilegym_rmsnorm import reproducible  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.alike import bind_alike  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.norm import backward_plan  # noqa: E402
+
+N = 64
+
+
+def placed(shape: tuple[int, ...], layout: str, dtype: torch.dtype = BF16) -> Tensor:
+    """Rows of random numbers, laid out so."""
+    if layout == "packed":
+        return torch.randn(shape).to(dtype)
+    if layout == "between 16 bytes":
+        return torch.randn(torch.Size(shape).numel() + 1).to(dtype)[1:].view(shape)
+    if layout == "transposed":
+        return torch.randn(shape[1], shape[0], *shape[2:]).to(dtype).transpose(0, 1)
+    stride = {"wide": N + 16, "odd": N + 3}[layout]
+    return torch.randn(*shape[:-1], stride).to(dtype)[..., :N]
+
+
+class Kernel:
+    """Stands for kernels: keeps what it gets, and returns each row of x, and sums."""
+
+    def __init__(self) -> None:
+        self.got: tuple[Any, ...] = ()
+
+    def __call__(self, spec: Spec, tensors: Any, *wanted: Wanted) -> tuple[Any, ...]:
+        self.got = tensors
+        x, weight = tensors[0], tensors[2 if wanted else 1]
+        if wanted:
+            return x.clone(), None, weight.clone(), None
+        residual_out = None if tensors[3] is None else tensors[3].clone()
+        return x.clone(), torch.arange(x.numel() // N).float(), residual_out
+
+
+LAYOUTS = ["packed", "wide", "odd", "between 16 bytes", "transposed"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(5, N), (1, N), (2, 3, 4, N), (1, 1, 1, N), (2, 1, 4, N)])
+@pytest.mark.parametrize("heads", [0, 4])
+def test_kernels_get_arrays_that_are_like_packed_ones(shape, layout, heads):
+    if heads and (len(shape) == 2 or shape[2] != heads) or layout == "transposed" and len(shape) == 2:
+        pytest.skip("no such call")
+    weight = placed((heads, N) if heads else (N,), "between 16 bytes", FP32)
+    x, other, m = placed(shape, layout), placed(shape, layout), torch.Size(shape[:-1]).numel()
+    spec, rstd = Spec(N, 0.0, 0.0, "once", residual_dtype=BF16), torch.rand(m)
+    for tensors, wanted in (
+        ((x, weight, None, other), ()),
+        ((x, other, weight, rstd, None), (Wanted(BF16, dw=FP32),)),
+    ):
+        kernel = Kernel()
+        results = bind_alike(kernel, spec, tensors, *wanted)(tensors)
+        is_lone = m == max(1, heads)
+        expected = (1, max(2, m // heads), heads, N) if heads else (max(2, m), N)
+        got = [each for each in kernel.got if each is not None]
+        assert all(each.data_ptr() % 16 == 0 for each in got)
+        for each, given in zip((kernel.got[0], kernel.got[1 if wanted else 3]), (x, other), strict=True):
+            assert each.shape == expected
+            assert all(
+                stride % 8 == 0
+                for stride, extent in zip(each.stride()[:-1], expected, strict=False)
+                if extent > 1
+            )
+            flat = each.reshape(-1, N)
+            assert torch.equal(flat[:m], given.reshape(-1, N))
+            assert not is_lone or (flat.shape[0] == 2 * m and not flat[m:].any())
+            if layout in ("packed", "wide") and each.shape == given.shape and not is_lone:
+                assert each is given
+        assert results[0].shape == shape and results[0].is_contiguous() and torch.equal(results[0], x)
+        if not wanted:
+            assert torch.equal(results[1], torch.arange(m).float()) and torch.equal(results[2], other)
+        elif is_lone:
+            assert torch.equal(kernel.got[3][:m], rstd) and not kernel.got[3][m:].any()
+
+
+def test_the_plan_that_is_shown_is_of_the_level_in_effect():
+    shown = [backward_plan(5, 4096, BF16, torch.device("cpu"))]
+    with reproducible("device"):
+        shown.append(backward_plan(5, 4096, BF16, torch.device("cpu")))
+    assert [each.problem.policy[2:] for each in shown] == [(False, False), (True, True)]
+    assert [each.problem.size for each in shown] == ["few", "large"]
