@@ -13,6 +13,7 @@ from tilegym_rmsnorm.backends import cutile
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.registry import Request
 from tilegym_rmsnorm.commands import installation
+from tilegym_rmsnorm.reproducibility import BATCH, DEVICE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -240,6 +241,23 @@ def test_supported_architectures(places, packages, gpu, capability):
 
     assert cutile.unusable(None) is None
     assert cutile.unusable(request()) is None
+
+
+@pytest.mark.parametrize("level", [BATCH, BATCH | DEVICE])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+def test_levels_are_kept_where_the_order_of_sums_was_compared(places, packages, gpu, capability, level):
+    places("pip package")
+    packages(ALL_PACKAGES)
+    gpu(*capability)
+    asked, problem = request(), cutile.unusable(request()._replace(reproducible=level))
+
+    assert cutile.unusable(asked) is None
+    if capability == (9, 0):
+        assert problem is None
+    else:
+        assert problem.reason.startswith("the order of its sums was compared on sm_90 alone")
+        assert problem.reason.endswith("is sm_" + "".join(map(str, capability)))
+        assert problem.remedy == 'use backend="triton"'
 
 
 def test_unsupported_architecture(gpu):

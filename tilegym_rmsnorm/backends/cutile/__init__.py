@@ -23,6 +23,7 @@ from tilegym_rmsnorm.settings import INTERPRET_VARIABLE
 IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in rules.ARCHITECTURES)
+IN_ONE_ORDER = "sm_90"  # whose machine code adds a row in one order, see rules.in_one_order
 _INTERPRET_REMEDY = (
     f"set {INTERPRET_VARIABLE}=1 to run the kernels' Python on the CPU (slow, for tests and pdb)"
 )
@@ -59,7 +60,18 @@ def unusable(request: Request | None) -> Unusable | None:
         if request.device.type == "cpu":
             remedy = f"{refusals.remedy_of_cpu_tensors(*_gpu())}, or {_INTERPRET_REMEDY}"
         return Unusable(reason, remedy)
-    return _gpu_unusable(request.device) or _cuda_tile_unusable() or _tileiras_unusable()
+    problem = _gpu_unusable(request.device) or _cuda_tile_unusable() or _tileiras_unusable()
+    return problem or (_level_unusable(request.device) if request.reproducible else None)
+
+
+@functools.cache
+def _level_unusable(device: torch.device) -> Unusable | None:
+    """Say why no level of reproducibility but "run" is kept on a GPU, or None."""
+    if (architecture := _architecture(device)) == IN_ONE_ORDER:
+        return None
+    name = torch.cuda.get_device_name(device)
+    reason = f"the order of its sums was compared on {IN_ONE_ORDER} alone, and {name} is {architecture}"
+    return Unusable(reason, 'use backend="triton"')
 
 
 @functools.cache
@@ -72,12 +84,16 @@ def _gpu_unusable(device: torch.device) -> Unusable | None:
     if driver is not None and driver < toolchain.OLDEST_DRIVER:
         reason = f"the NVIDIA driver supports CUDA {toolchain.dotted(driver)}, cuTile kernels need 13.0"
         return Unusable(reason, 'update the driver to r580 or later, or use backend="triton"')
-    major, minor = torch.cuda.get_device_capability(device)
-    if (architecture := f"sm_{major}{minor}") not in ARCHITECTURES:
+    if (architecture := _architecture(device)) not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         name = torch.cuda.get_device_name(device)
         return Unusable(f"{name} is {architecture}, the kernels support {known}", 'use backend="triton"')
     return None
+
+
+def _architecture(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def _gpu() -> tuple[str, bool]:
