@@ -329,20 +329,24 @@ def _reread(problem: Problem) -> Variant:
 
 def in_one_order(first: Variant, problem: Problem) -> Variant:
     """Return a variant in whose machine code every copy of a loop's body adds a row in one order, given the one for
-    many rows (tests/machine_code/test_one_order.py). tileiras 13.4 makes copies of the loop of backward_rows that load
-    rows ahead, and of tiles of several wide rows, and these hold a row in other registers: so TMA brings rows ahead."""
-    n, is_backward = problem.n, problem.op != "forward"
-    is_copied = isinstance(first, BackwardRows) or (
-        isinstance(first, BackwardTiles) and first.rows > 1 and first.width > 4096
-    )
-    if not (is_backward and is_copied):
+    many rows. tests/machine_code/test_one_order.py reads them, of sm_90 alone.
+
+    tileiras 13.4 makes copies of the loop of backward_rows that loads rows ahead, and of tiles of which a thread holds
+    32 elements a row or more; in these other registers hold a row, and its elements are added otherwise. So TMA brings
+    rows ahead. Beside a residual or a float32 weight rows of more than 12288 columns fill the registers.
+    """
+    n, form = problem.n, problem.form
+    is_wide = isinstance(first, BackwardTiles) and first.width >= 32 * 32 * first.warps
+    if problem.op == "forward" or not (is_wide or isinstance(first, BackwardRows)):
         return first
-    if not problem.is_aligned:  # which are loaded element by element, and not ahead
+    if not problem.is_aligned or problem.device.architecture < 90:  # without TMA none ahead
         return dataclasses.replace(first, **{"latency": 1})
-    width = 1024 if n <= 8192 else 2048
-    return BackwardPipelined(
-        width=width, pieces=-(-n // width), warps=8, occupancy=2 if n <= 4096 else 1, latency=4
-    )
+    is_full = n > 12288 and (form.residual or problem.is_beside_float32)
+    if is_full and problem.itemsize == 4:
+        return _strips(problem) if problem.op == "backward" else _reread(problem)
+    width = 4096 if is_full else 2048 if n > 8192 else 1024
+    settings = {"width": width, "pieces": -(-n // width), "packed": is_full}
+    return BackwardPipelined(warps=8, occupancy=2 if n <= 4096 else 1, latency=4, **settings)
 
 
 def own_partials(problem: Problem, first: Variant) -> Variant:

@@ -1,0 +1,210 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Calls of cuTile under `reproducible("batch")`, in the machine code of sm_90: a kernel adds each row in one order,
+wherever in a block's walk it comes and whatever cuda-tile compiles in of M, and no registers spill."""
+
+import helpers
+import pytest
+import torch
+import variants
+from compiling import CompilingMachine, code_of_call, disassembled, skip_without_disassembler
+from helpers import BF16, FP16, FP32
+from option_cases import NormCase
+from orders import Sum, differing, sums_of_rows
+
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.host import norm
+from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
+from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows, BackwardTiles
+from tilegym_rmsnorm.ops.norm.spec import wanted_of
+from tilegym_rmsnorm.reproducibility import BATCH
+
+skip_without_disassembler()
+
+# M, or T of heads: 16 divides it or not; and the partial rows of dw are one, which is dw itself, or 16 divides them.
+FEW_ROWS, ROWS = (2, 1000, 1024), (2, 3, 16, 1000, 1024)
+HEADS = 6
+LITTLE = 8  # bytes of stack a thread
+WITHOUT_ROWS = {"sum_partials", "clear_board", "backward_strips"}
+IN_CHUNKS = {"forward_reread", "backward_reread", "backward_means"}
+# At the ends of what a kernel serves and between, and rows that end between 16 bytes, or where no tile does.
+WIDTHS = (
+    *(
+        3,
+        7,
+        16,
+        64,
+        72,
+        100,
+        128,
+        211,
+        256,
+        300,
+        384,
+        512,
+        693,
+        768,
+        1000,
+        1024,
+        1165,
+        1536,
+        2048,
+        2051,
+        2560,
+    ),
+    *(
+        2880,
+        3001,
+        3072,
+        4096,
+        4104,
+        5000,
+        5120,
+        6144,
+        7168,
+        8192,
+        8200,
+        9216,
+        10240,
+        12288,
+        13790,
+        14336,
+        16384,
+    ),
+    *(16388, 18432, 20480, 24576, 28672, 32768, 40000, 53248, 65536, 98304, 131072, 140000),
+)
+FORMS = {
+    "plain": {},
+    "bias": {"bias_dtype": True},
+    "residual": {"residual_dtype": True},
+    "d_residual": {"residual_dtype": True, "alpha": 0.5},
+    "both": {"bias_dtype": True, "residual_dtype": True},
+    "float32 residual": {"residual_dtype": FP32},
+    "float32 weight": {"weight_dtype": FP32},
+    "llama": {"casting": "llama"},
+    "no weight": {"weight": "none", "weight_dtype": FP32},
+    "weights of heads": {"weight": "heads"},
+}
+
+
+def case_of(form: str, n: int, dtype, has_dw: bool = True) -> NormCase:
+    """A call without its M, which `orders_of` gives it."""
+    fields = {name: dtype if value is True else value for name, value in FORMS[form].items()}
+    variant = variants.Variant(**({"dtype": dtype, "size": (n,), "weight_dtype": dtype} | fields))
+    has_dw = has_dw and variant.weight != "none"
+    needs = True, form == "d_residual", has_dw, has_dw and variant.bias_dtype is not None
+    return NormCase(variant, dtype, variant.has_residual, needs)
+
+
+def run_call(machine: CompilingMachine, case: NormCase, m: int) -> None:
+    """Launch a forward and a backward of M rows, or of M times HEADS."""
+    size = (m, case.variant.n) if case.variant.weight != "heads" else (1, m, HEADS, case.variant.n)
+    variant = case.variant._replace(size=size)
+    x, weight, bias, residual, dy, d_residual_out = variants.make(variant, device="meta")
+    spec = variants.spec_of(variant)._replace(reproducible=BATCH)
+    _, rstd, residual_out = launch.rms_norm_forward(spec, (x, weight, bias, residual))
+    dtypes = (None if each is None else each.dtype for each in (x, residual, weight, bias))
+    alpha, wanted = wanted_of(case.needs, spec.alpha, tuple(dtypes))
+    tensors = x if residual_out is None else residual_out, dy, weight, rstd, d_residual_out
+    launch.rms_norm_backward(spec._replace(alpha=alpha), tensors, wanted)
+
+
+def orders_of(
+    case: NormCase, architecture: int, folder, monkeypatch
+) -> tuple[dict[str, set[Sum]], list[str]]:
+    """Return the sums of rows of each kernel, by its name, for any M; and what spills registers for no reason that a
+    record says."""
+    found: dict[str, set[Sum]] = {}
+    machine, plan_for = CompilingMachine(architecture, keep=folder), norm.plan_for
+
+    def planned(problem: Problem) -> Plan:
+        plan = plan_for(problem)
+        machine.spills = plan.spills
+        return plan
+
+    monkeypatch.setattr(launch, "machine_of", lambda device: machine)
+    monkeypatch.setattr(norm, "plan_for", planned)
+    for m in ROWS if helpers.every_config else FEW_ROWS:
+        run_call(machine, case, m)
+        for cubin in folder.glob("*.cubin"):
+            name = cubin.stem
+            if name not in WITHOUT_ROWS:
+                found.setdefault(name, set()).update(sums_of_rows(disassembled(cubin), name in IN_CHUNKS))
+            cubin.unlink()
+    spilling = {each for each in machine.results if each.stack > LITTLE and not each.spills}
+    return found, sorted(f"{each.variant}: {each.stack}" for each in spilling)
+
+
+def assert_in_one_order(case: NormCase, folder, monkeypatch) -> None:
+    found, spills = orders_of(case, 90, folder, monkeypatch)
+    assert {name.partition("_")[0] for name in found} == {"forward", "backward"}
+    assert not [each for sums in found.values() for each in differing(sums)], (case, found)
+    # Forwards are those of level "run".
+    assert not [each for each in spills if each.startswith("backward")], case
+
+
+@pytest.mark.parametrize(
+    ("form", "n", "dtype"),
+    [
+        ("plain", 64, BF16),
+        ("llama", 100, FP16),
+        ("weights of heads", 128, BF16),
+        ("no weight", 3001, BF16),
+        ("float32 weight", 4096, BF16),
+        ("d_residual", 4096, BF16),
+        ("both", 7168, FP32),
+        ("residual", 16384, BF16),
+        ("plain", 20480, BF16),
+    ],
+)
+def test_a_row_is_added_in_one_order(form, n, dtype, tmp_path, monkeypatch):
+    """One call of each way in which rows are held, and of those that in_one_order (plans/rules.py) gives another."""
+    assert_in_one_order(case_of(form, n, dtype), tmp_path, monkeypatch)
+
+
+def cases() -> list[tuple[str, torch.dtype, int]]:
+    """All widths of plain rows, and of each other form a third of them."""
+    found = [("plain", dtype, n) for dtype in (BF16, FP32) for n in WIDTHS]
+    for place, form in enumerate(FORMS):
+        dtypes = {"plain": [FP16], "float32 residual": [BF16], "float32 weight": [BF16, FP16]}.get(
+            form, [BF16, FP32]
+        )
+        widths = [n for n in WIDTHS[place % 3 :: 3] if form != "weights of heads" or n <= 2048]
+        found += [(form, dtype, n) for dtype in dtypes for n in widths]
+    return found
+
+
+@pytest.mark.parametrize("has_dw", [True, False])
+@pytest.mark.parametrize(("form", "dtype", "n"), cases())
+def test_every_row_is_added_in_one_order(form, dtype, n, has_dw, tmp_path, monkeypatch):
+    helpers.skip_without_every_config()
+    assert_in_one_order(case_of(form, n, dtype, has_dw), tmp_path, monkeypatch)
+
+
+TWO_ORDERS = [
+    ("backward", BackwardRows(width=4096, warps=4, occupancy=2, latency=4), 4096),
+    ("dx", BackwardTiles(width=8192, warps=8, occupancy=1, latency=4, rows=2, tma=True), 7168),
+]
+
+
+@pytest.mark.parametrize(("op", "variant", "n"), TWO_ORDERS)
+def test_two_orders_are_seen(op, variant, n, tmp_path):
+    """On an H200 rows of such kernels had other bits at other places."""
+    code = code_of_call(tmp_path, op, variant, n, BF16, BF16)[variant.kernel]
+    assert differing(sums_of_rows(code))
+
+
+def test_without_rows_loaded_ahead_there_is_one_order(tmp_path):
+    variant = BackwardRows(width=4096, warps=4, occupancy=2, latency=1)
+    code = code_of_call(tmp_path, "backward", variant, 4096, BF16, BF16)[variant.kernel]
+    assert not differing(sums_of_rows(code))
+
+
+def test_a_kernel_without_sums_of_rows_does_not_pass(tmp_path):
+    """Sums for dw are none: sum_partials has no others."""
+    variant = BackwardRows(width=64, warps=4, occupancy=2, latency=1)
+    code = code_of_call(tmp_path, "backward", variant, 64, BF16, BF16)["sum_partials"]
+    with pytest.raises(ValueError):
+        sums_of_rows(code)
