@@ -11,18 +11,27 @@ import pytest
 
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    ITEMSIZE,
     LAUNCHES_AT_ONCE,
     OPS,
+    PLAIN,
+    SAME,
+    WEIGHTS,
     Device,
+    Form,
     Policy,
     Problem,
     form_named,
 )
+from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, is_fused
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import DIVISOR_OF_P, SIZES
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
 from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 
+FORMS = (PLAIN, Form(residual=True), Form(bias=True), Form(True, True), Form(True, d_residual=True))
+FORMS += (Form(heads=8, per_head=True), Form(residual=True, narrowest=2))
 WIDTHS = (1, 7, 64, 211, 1000, 1024, 2051, 3001, 4096, 5120, 8192, 13790, 16384, 20480, 28672, 65536)
 SM_COUNTS = (16, 78, 132, 148)
 ANY_BATCH, ANY_GPU = {"any_batch": True}, {"any_batch": True, "any_gpu": True}
@@ -93,3 +102,36 @@ def test_without_teams_wide_rows_have_one_block():
         ValueError, match=r"expected SMs for teams of \d+ blocks.*set_teams\(False\).*got 16 SMs"
     ):
         first_of(asked._replace(policy=Policy(any_batch=True)))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_plan_serves_its_problem_and_is_that_of_any_number_of_rows(form, op, architecture):
+    if op == "dx" and form.bias or op == "forward" and form.d_residual:
+        pytest.skip("no such call")
+    served = 0
+    for dtype in ITEMSIZE if not form.narrowest else ("float32",):
+        for weight in WEIGHTS if ITEMSIZE[dtype] == 2 else (SAME,):
+            for n in (*WIDTHS, 100, 1165, 3072, 4095, 7168, 8200, 9216, 12288, 14336, 16380, 16400):
+                asked = planning.problem(
+                    op,
+                    n,
+                    dtype,
+                    "large",
+                    weight,
+                    planning.device(architecture),
+                    policy=Policy(any_batch=True),
+                    form=form,
+                )
+                if not is_fused(asked):
+                    continue
+                firsts = {
+                    select(asked._replace(size=size), planning.rules_of(architecture)).first for size in SIZES
+                }
+                [first] = firsts
+                first.check(n, ITEMSIZE[dtype], architecture)
+                assert first.serves_form(asked) and op in first.serves, (n, dtype, first)
+                assert not isinstance(first, BackwardRows) or first.latency == 1, (n, dtype, first)
+                served += 1
+    assert served > 5

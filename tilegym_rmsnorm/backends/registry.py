@@ -28,7 +28,7 @@ from tilegym_rmsnorm.call.tensors import are_aligned
 from tilegym_rmsnorm.call.watched import count_modes
 from tilegym_rmsnorm.ops.norm.spec import NORM_OPS
 from tilegym_rmsnorm.ops.rope.spec import ROPE_OPS
-from tilegym_rmsnorm.reproducibility import VLLM, name_of
+from tilegym_rmsnorm.reproducibility import name_of
 from tilegym_rmsnorm.settings import AUTO_ORDER, NAMES, check_name, get_current_backend
 
 OPS = NORM_OPS + ROPE_OPS
@@ -159,8 +159,6 @@ def is_settled(function: Callable[..., Any], device: torch.device) -> bool:
 
 def why_unusable(backend: str, request: Request | None = None) -> Unusable | None:
     """Say why `backend` cannot run the request (None: any request on this machine); None if it can."""
-    if backend == "cutile" and request is not None and request.reproducible & VLLM:
-        return Unusable("the compiler owns the order of its sums", 'use backend="triton" or "auto"')
     return _probe(backend).unusable(request)
 
 

@@ -18,6 +18,7 @@ from tilegym_rmsnorm.backends import refusals
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.cutile.plans import rules
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.reproducibility import VLLM
 from tilegym_rmsnorm.settings import INTERPRET_VARIABLE
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
@@ -52,6 +53,8 @@ def unusable(request: Request | None) -> Unusable | None:
         return Unusable(problem.reason, f"{problem.remedy}, or {_INTERPRET_REMEDY}")
     if problem := refusals.tensors_unusable(request):
         return problem
+    if request.reproducible & VLLM:
+        return Unusable("the compiler owns the order of its sums", 'use backend="triton" or "auto"')
     if request.device.type == "cpu" and interpreting():
         return _cuda_tile_unusable()
     if request.device.type != "cuda":

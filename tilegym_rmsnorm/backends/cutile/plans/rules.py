@@ -345,8 +345,8 @@ def in_one_order(first: Variant, problem: Problem) -> Variant:
     if is_full and problem.itemsize == 4:
         return _strips(problem) if problem.op == "backward" else _reread(problem)
     width = 4096 if is_full else 2048 if n > 8192 else 1024
-    settings = {"width": width, "pieces": -(-n // width), "packed": is_full}
-    return BackwardPipelined(warps=8, occupancy=2 if n <= 4096 else 1, latency=4, **settings)
+    blocks, pieces = 2 if n <= 4096 else 1, -(-n // width)
+    return BackwardPipelined(width=width, warps=8, occupancy=blocks, latency=4, pieces=pieces, packed=is_full)
 
 
 def own_partials(problem: Problem, first: Variant) -> Variant:
