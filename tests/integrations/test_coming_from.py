@@ -5,6 +5,8 @@
 
 import ast
 import re
+import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,31 @@ from tilegym_rmsnorm.integrations import apex, flashinfer, liger, quack, tilegym
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 B, S, H, D = 2, 3, 4, 16
 n = 64
+
+
+def test_veomni(monkeypatch):
+    """The page's own lines, beside the registry's published signatures."""
+    found = {}
+    stand_in = SimpleNamespace(
+        KERNEL_REGISTRY=SimpleNamespace(
+            register=lambda spec: found.update({(spec.op_name, spec.variant): spec})
+        ),
+        HardwareRequirement=lambda device_type, min_compute_capability=None: device_type,
+        KernelSpec=lambda name, op_name, variant, factory, hardware, description="": SimpleNamespace(
+            **locals()
+        ),
+    )
+    for name in ("veomni", "veomni.ops", "veomni.ops.kernel_registry"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    section = PAGE.read_text(encoding="utf-8").split("## VeOmni", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("    ") or not line]
+    exec(compile(textwrap.dedent("\n".join(lines)), "docs/coming-from.md", "exec"), {})
+    x, weight = torch.randn(3, n, device=DEVICE, dtype=BF16), torch.randn(n, device=DEVICE, dtype=BF16)
+    for variant, offset in (("standard", 0.0), ("qwen3_5", 1.0)):
+        spec = found["rms_norm", variant]
+        assert (spec.name, spec.hardware) == ("tilegym_rmsnorm", "gpu")
+        expected = tilegym_rmsnorm.rms_norm(x, n, weight, 1e-5, offset=offset)
+        assert torch.equal(spec.factory()(x, weight, 1e-5), expected)
 
 
 def names_of_libraries():
