@@ -11,7 +11,7 @@ import pytest
 import rope_cases
 import torch
 import variants
-from helpers import BF16, DEVICE, FP16, FP32, why_skip
+from helpers import BF16, DEVICE, FP16, FP32, every_config, why_skip
 from level_cases import (
     FORMS,
     LENGTHS,
@@ -100,7 +100,7 @@ def test_sums_of_pytorch_are_refused_on_any_gpu(form):
         around_kernels.backward(None, spec, tensors, variants.wanted_of(variant))
 
 
-@pytest.fixture(params=[3, None], ids=["3 SMs", "132 SMs"])
+@pytest.fixture(params=[3, None] if every_config else [3], ids=str)
 def fixed_sms(request, monkeypatch):
     """Of few SMs walks are long."""
     from tilegym_rmsnorm.backends.triton import config, config_rope

@@ -83,7 +83,7 @@ def pairs(forms, widths):
         (form, n)
         for place, form in enumerate(forms)
         for number, n in enumerate(widths)
-        if every_config or (place + number) % 3 == 0
+        if every_config or (place + number) % 4 == 0
     ]
 
 
