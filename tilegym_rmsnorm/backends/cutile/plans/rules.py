@@ -19,6 +19,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardMeans,
     BackwardPipelined,
+    BackwardPipelinedTeam,
     BackwardReread,
     BackwardRows,
     BackwardStrips,
@@ -328,14 +329,17 @@ def _reread(problem: Problem) -> Variant:
 
 
 def in_one_order(first: Variant, problem: Problem) -> Variant:
-    """Return a variant in whose machine code every copy of a loop's body adds a row in one order, given the one for
-    many rows. tests/machine_code/test_one_order.py reads them, of sm_90 alone.
-
-    tileiras 13.4 makes copies of the loop of backward_rows that loads rows ahead, and of tiles of which a thread holds
-    32 elements a row or more; in these other registers hold a row, and its elements are added otherwise. So TMA brings
-    rows ahead. Beside a residual or a float32 weight rows of more than 12288 columns fill the registers.
-    """
+    """Return a variant whose machine code, of sm_90, adds a row in one order (tests/machine_code/test_one_order.py),
+    given the one for many rows. tileiras 13.4 makes copies of loops that load rows ahead, and of those where a thread
+    holds 32 elements of a row: a copy may add them otherwise, and a tile its rows. So TMA brings rows ahead. Beside a
+    residual or a float32 weight rows of more than 12288 columns fill the registers."""
     n, form = problem.n, problem.form
+    if isinstance(first, (ForwardUnaligned, BackwardUnaligned)) and first.width * first.pieces >= 1024:
+        if isinstance(first, BackwardUnaligned):
+            return dataclasses.replace(first, **{"rows": 1, "latency": 1})
+        return _forward(n, problem.device.architecture) if form.residual or form.bias else first
+    if isinstance(first, BackwardPipelinedTeam) and first.warps == 4:
+        return dataclasses.replace(first, **{"rstd_ahead": False})
     is_wide = isinstance(first, BackwardTiles) and first.width >= 32 * 32 * first.warps
     if problem.op == "forward" or not (is_wide or isinstance(first, BackwardRows)):
         return first
