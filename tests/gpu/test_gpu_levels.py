@@ -107,8 +107,8 @@ A_CASE_A_KERNEL = [
     ),
     *(Case(n, FP16) for n in (4096, 7168, 8192, 32768)),
     *(Case(n, FP32) for n in (7, 693, 5120, 8192, 13790, 16384, 28672)),
-    *(Case(n, BF16, "residual") for n in (100, 2880, 4096, 7168, 8192, 9216, 20480)),
-    *(Case(n, FP32, "residual") for n in (9216, 13790)),
+    *(Case(n, BF16, "residual") for n in (100, 516, 1900, 2180, 2880, 4096, 7168, 8192, 9216, 16384, 20480)),
+    *(Case(n, FP32, "residual") for n in (9216, 13790, 16384, 20480)),
     *(
         Case(n, BF16, form)
         for form in ("float32 weight", "llama", "bias", "frozen")

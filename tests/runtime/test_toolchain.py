@@ -244,19 +244,32 @@ def test_supported_architectures(places, packages, gpu, capability):
 
 
 @pytest.mark.parametrize("level", [BATCH, BATCH | DEVICE])
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
-def test_levels_are_kept_where_the_order_of_sums_was_compared(places, packages, gpu, capability, level):
-    places("pip package")
-    packages(ALL_PACKAGES)
+@pytest.mark.parametrize(
+    ("capability", "found_in", "release"),
+    [
+        *(
+            ((9, 0), place, release)
+            for place, release in (("pip package", "13.4.92"), ("CUDA_HOME", "13.5.7"))
+        ),
+        *((each, "pip package", "13.4.92") for each in ((8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0))),
+    ],
+)
+def test_levels_are_kept_where_the_order_of_sums_was_compared(
+    places, packages, gpu, capability, found_in, release, level
+):
+    places(found_in)
+    packages(ALL_PACKAGES if found_in == "pip package" else {"cuda-tile": ALL_PACKAGES["cuda-tile"]})
     gpu(*capability)
     asked, problem = request(), cutile.unusable(request()._replace(reproducible=level))
 
     assert cutile.unusable(asked) is None
-    if capability == (9, 0):
+    if capability == (9, 0) and release == "13.4.92":
         assert problem is None
     else:
-        assert problem.reason.startswith("the order of its sums was compared on sm_90 alone")
-        assert problem.reason.endswith("is sm_" + "".join(map(str, capability)))
+        assert problem.reason.startswith(
+            "the order of its sums was compared on sm_90 with tileiras 13.4 alone"
+        )
+        assert problem.reason.endswith(f"is sm_{''.join(map(str, capability))}, tileiras {release}")
         assert problem.remedy == 'use backend="triton"'
 
 

@@ -24,7 +24,8 @@ from tilegym_rmsnorm.settings import INTERPRET_VARIABLE
 IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in rules.ARCHITECTURES)
-IN_ONE_ORDER = "sm_90"  # whose machine code adds a row in one order, see rules.in_one_order
+# Whose machine code adds a row in one order, by which compiler: see rules.in_one_order
+IN_ONE_ORDER, IN_ONE_ORDER_BY = "sm_90", (13, 4)
 _INTERPRET_REMEDY = (
     f"set {INTERPRET_VARIABLE}=1 to run the kernels' Python on the CPU (slow, for tests and pdb)"
 )
@@ -70,10 +71,14 @@ def unusable(request: Request | None) -> Unusable | None:
 @functools.cache
 def _level_unusable(device: torch.device) -> Unusable | None:
     """Say why no level of reproducibility but "run" is kept on a GPU, or None."""
-    if (architecture := _architecture(device)) == IN_ONE_ORDER:
+    architecture, tileiras = _architecture(device), toolchain.find_tileiras()
+    release = None if tileiras is None else tileiras.release
+    if architecture == IN_ONE_ORDER and release is not None and release[:2] == IN_ONE_ORDER_BY:
         return None
-    name = torch.cuda.get_device_name(device)
-    reason = f"the order of its sums was compared on {IN_ONE_ORDER} alone, and {name} is {architecture}"
+    known = f"{IN_ONE_ORDER} with tileiras {toolchain.dotted(IN_ONE_ORDER_BY)}"
+    found = f"{torch.cuda.get_device_name(device)} is {architecture}"
+    found += f", tileiras {'of no known release' if release is None else toolchain.dotted(release)}"
+    reason = f"the order of its sums was compared on {known} alone, and {found}"
     return Unusable(reason, 'use backend="triton"')
 
 
