@@ -93,6 +93,7 @@ def test_sums_do_not_depend_on_the_gpu_or_on_padding(form, n, fixed_sms, monkeyp
     [
         (Variant(BF16, (3, 8200), bias_dtype=BF16), "gradients of a bias of 8200 elements"),
         (Variant(FP32, (1, 3, 2, 2056), "heads"), "gradients of weights of heads with 2056 columns"),
+        (Variant(BF16, (3, 64), "none", bias_dtype=BF16), "gradients of a bias of 64 elements"),
     ],
 )
 def test_sums_of_pytorch_are_refused_on_any_gpu(variant, message):

@@ -182,10 +182,10 @@ def _bind_backward(
     x, dy, weight, _, d_residual_out, *_ = tensors
     n, plan, machine = spec.n, run.plan, run.machine
     if wanted.db is not None and not plan.problem.form.bias:
-        if spec.reproducible & DEVICE and wanted.dw is not None:
+        if spec.reproducible & DEVICE:
             raise ValueError(
                 f'reproducible: expected at most "batch" for gradients of a bias of {n} elements, got "device": '
-                "PyTorch's operations sum db of such rows"
+                "PyTorch's operations sum db of such rows, and db without dw"
             )
         run_alone = _bind_backward(run, spec, tensors, wanted._replace(db=None))
         shape = weight.shape if weight is not None and weight.ndim == 2 else (n,)
