@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from tilegym_rmsnorm.call.watched import is_traced
-from tilegym_rmsnorm.reproducibility import REPRODUCIBLE_VARIABLE, flags
+from tilegym_rmsnorm.reproducibility import DEVICE, REPRODUCIBLE_VARIABLE, flags
 from tilegym_rmsnorm.scopes import LOCK, WHEN_CHANGED, Block, ProcessBlock, ProcessWide
 
 AUTO_ORDER = ("cutile", "triton", "torch")  # the backends, fastest first
@@ -335,6 +335,17 @@ def sms_left(sm_count: int, sm_margin: int | None = None) -> int:
     sm_margin = get_sm_margin() if sm_margin is None else sm_margin
     where = SM_MARGIN_VARIABLE if _MARGIN.said is None else "set_sm_margin or use_sm_margin"
     return _sms_left(sm_count, sm_margin, f", set by {where}")
+
+
+def sm_margin_under(level: int) -> int:
+    """Return the margin in effect for a call under a level (flags of reproducibility.py); ValueError where the level
+    fixes how many blocks a backward has."""
+    _, sm_margin = kernel_limits()
+    if level & DEVICE and sm_margin:
+        raise ValueError(
+            f'sm_margin: expected 0 with reproducible("device"), which fixes the blocks of a backward, got {sm_margin}'
+        )
+    return sm_margin
 
 
 def _sms_left(sm_count: int, sm_margin: int, where: str = "") -> int:

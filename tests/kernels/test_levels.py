@@ -11,6 +11,7 @@ from helpers import BF16, FP32, every_config
 from level_cases import FORMS, OF_ANY_GPU, assert_a_row_is_alike, behind, bits, pairs, variant_of
 from variants import Variant, check, make
 
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.reproducibility import BATCH
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -100,6 +101,17 @@ def test_sums_of_pytorch_are_refused_on_any_gpu(variant, message):
     with pytest.raises(ValueError, match=f'expected at most "batch" for {message}, got "device"'):
         run(variant, make(variant), OF_ANY_GPU)
     run(variant, make(variant), BATCH)
+
+
+def test_a_margin_beside_a_fixed_grid_is_refused():
+    variant = variant_of("plain", 64, 3)
+    inputs = make(variant)
+    with settings.use_sm_margin(1):
+        with pytest.raises(
+            ValueError, match=r'sm_margin: expected 0 with reproducible\("device"\), .* got 1'
+        ):
+            run(variant, inputs, OF_ANY_GPU)
+        run(variant, inputs, BATCH)
 
 
 def test_more_rows_of_a_form_than_one_launch_takes_are_refused(monkeypatch):

@@ -66,7 +66,7 @@ def test_one_variant_for_any_batch_and_gpu(n, form):
 
 
 @pytest.mark.parametrize("n", WIDTHS)
-def test_a_margin_leaves_the_variant_or_raises(n):
+def test_a_margin_leaves_the_variant_or_too_few_sms(n):
     whole = Problem("backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(any_batch=True))
     for margin in (1, 13, 64):
         less = whole._replace(policy=whole.policy._replace(sm_margin=margin))
@@ -74,8 +74,6 @@ def test_a_margin_leaves_the_variant_or_raises(n):
             assert first_of(less) == first_of(whole)
         except ValueError as error:
             assert "expected SMs for teams of" in str(error)
-        with pytest.raises(ValueError, match=f"sm_margin: expected 0 with reproducible.*got {margin}"):
-            first_of(less._replace(policy=Policy(sm_margin=margin, **ANY_GPU)))
 
 
 @pytest.mark.parametrize("n", WIDTHS)

@@ -24,7 +24,6 @@ from tilegym_rmsnorm.backends.triton.config import DW_TILE, DW_WARPS
 from tilegym_rmsnorm.backends.triton.rows import DIMENSIONS
 from tilegym_rmsnorm.call.layout import packed
 from tilegym_rmsnorm.call.tensors import overlap
-from tilegym_rmsnorm.reproducibility import DEVICE
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
 ALIGNED_BYTES = 16  # of an address: Triton compiles for those that it divides, and for others
@@ -142,11 +141,7 @@ def _ready(device: torch.device) -> contextlib.AbstractContextManager:
 
 def sms_left(level: int, device: torch.device) -> int:
     """Return the SMs that a backward may use. Forwards ask too, and so refuse what the backward cannot do."""
-    if level & DEVICE and (margin := settings.get_sm_margin()):
-        raise ValueError(
-            f'sm_margin: expected 0 with reproducible("device"), which fixes the programs of a backward, got {margin}'
-        )
-    return settings.sms_left(sm_count(device))
+    return settings.sms_left(sm_count(device), settings.sm_margin_under(level))
 
 
 @functools.cache

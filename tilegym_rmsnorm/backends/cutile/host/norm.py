@@ -96,7 +96,9 @@ def _size_of(level: int, m: int, n: int) -> str:
 
 
 def policy_of(level: int) -> Policy:
-    return Policy(*settings.kernel_limits(), bool(level & BATCH), bool(level & DEVICE))
+    return Policy(
+        settings.teams(), settings.sm_margin_under(level), bool(level & BATCH), bool(level & DEVICE)
+    )
 
 
 def _plan_of(machine: Machine, key: tuple[Any, ...]) -> Plan | None:

@@ -62,11 +62,6 @@ def _for_any_batch(problem: Problem, tables: Tables) -> Choice:
     """Choose the first kernel by what neither M nor the GPU's SMs decide: the rules' for many rows. Raises ValueError
     where fewer SMs are left than its teams need."""
     policy, device = problem.policy, problem.device
-    if policy.any_gpu and policy.sm_margin:
-        raise ValueError(
-            f'sm_margin: expected 0 with reproducible("device"), which fixes the blocks of a backward, got '
-            f"{policy.sm_margin}"
-        )
     asked = problem._replace(
         size="large", device=device._replace(most_members=MOST_MEMBERS), policy=policy._replace(sm_margin=0)
     )
