@@ -76,7 +76,7 @@ WHEN_CHANGED.append(_keep_said)
 
 def flags() -> int:
     """Return the flags of the level in effect. ValueError where the variable names none."""
-    if traced_levels:
+    if traced_levels and is_traced():  # not in another thread, which runs meanwhile
         return traced_levels[-1]
     said = _said  # read once: another thread may set it meanwhile
     return _read() if said < 0 else said
