@@ -52,9 +52,8 @@ class ProcessWide:
 
     def __init__(self, by_environment: Callable[[], Any]) -> None:
         self._by_environment = functools.cache(by_environment)
-        self._said = [
-            _Said(None)
-        ]  # the process's first, then those of the blocks of all threads, as they began
+        # the process's first, then those of the blocks of all threads, as they began
+        self._said = [_Said(None)]
 
     @property
     def said(self) -> Any:

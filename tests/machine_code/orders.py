@@ -45,10 +45,8 @@ class _Value(NamedTuple):
     number: int  # of this value alone
     sum: Sum
     is_of_rows: bool = False  # added to over the rows
-    of_other_lane: tuple[int, int] = (
-        -1,
-        0,
-    )  # the number of what this lane has of it, and how far away that lane is
+    # the number of what this lane has of it, and how far away that lane is
+    of_other_lane: tuple[int, int] = (-1, 0)
 
 
 def sums_of_rows(code: list[str], in_chunks: bool = False) -> set[Sum]:

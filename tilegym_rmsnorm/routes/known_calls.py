@@ -183,16 +183,8 @@ def call_of(
                 tensors.append(each)
         if backend is None:
             backend = settings.get_current_backend()
-        of_process = settings.process_settings()
-        return (
-            rows[0].shape,
-            alignment,
-            parts,
-            others,
-            backend,
-            of_process,
-            torch.is_grad_enabled(),
-        ), tensors
+        of_process, has_grad = settings.process_settings(), torch.is_grad_enabled()
+        return (rows[0].shape, alignment, parts, others, backend, of_process, has_grad), tensors
     except (RuntimeError, ValueError):  # no memory; an unknown word in the environment: the checks raise
         return None
 

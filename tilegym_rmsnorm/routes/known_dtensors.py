@@ -61,12 +61,10 @@ def bind_public(
     if not is_recorded(*tensors):
         return lambda tensors: returned(run(added(tensors)))
     *numbers, backend, level = options
-    backend = (
-        get_current_backend() if backend is None else backend
-    )  # autograd's threads do not see `use_backend`
-    recording = op.recording(
-        lambda tensors: run(op.for_backend(tensors)), tensors, (*numbers, backend, level)
-    )
+    if backend is None:
+        backend = get_current_backend()  # autograd's threads do not see `use_backend`
+    options = (*numbers, backend, level)
+    recording = op.recording(lambda tensors: run(op.for_backend(tensors)), tensors, options)
     recording.returned, record = returned, apply_of(op.node)
     return lambda tensors: record(recording, *in_order(added(tensors)))
 

@@ -18,11 +18,8 @@ from tilegym_rmsnorm.routes import known_calls
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="tests/gpu has these tests")
 BATCH, PLACES = 8, (0, 5)
 PROMPT = torch.randint(model_rows.VOCABULARY, (33,), generator=torch.Generator().manual_seed(3)).tolist()
-KINDS = {
-    "compute": 3,
-    "_run": 2,
-    "qk_norm_rope": 2,
-}  # before each layer and after all; with a residual; of q and k
+# before each layer and after all; with a residual; of q and k
+KINDS = {"compute": 3, "_run": 2, "qk_norm_rope": 2}
 
 
 @pytest.fixture(params=[BF16, FP32], ids=["bfloat16", "float32"])
