@@ -33,17 +33,9 @@ EVERY_WIDTH = [
     ).split()
 ]
 FORMS = (
-    "plain",
-    "float32 weight",
-    "no weight",
-    "llama",
-    "residual",
-    "bias",
-    "heads",
-    "frozen",
-    "strided",
-    "unaligned",
-)
+    "plain", "float32 weight", "no weight", "llama", "residual",
+    "bias", "heads", "frozen", "strided", "unaligned",
+)  # fmt: skip
 
 
 class Case(NamedTuple):
