@@ -12,7 +12,7 @@ those that the same toolkit compiled: a kernel that becomes a little slower with
 the newest alone.
 
 Under a level of reproducibility ("cutile[batch]") a kernel is a provider of its own. What takes longer beside its
-backend without than is promised (report/levels.py) is named, and does not fail.
+backend without than is aimed at (report/levels.py) is named, and does not fail.
 
 Only this package's own kernels count: a slower baseline is not a defect here. A shape that was not run this time is
 named and does not fail, but a result that has none of those that are kept of its dtypes does.
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         verdict = compare(new, kept, arguments.threshold, accepted=ACCEPTED)
         for record in levels.above(new):
             text = (
-                f"{record['level_ratio']:.2f} times its backend without, promised {levels.most(record):.2f}"
+                f"{record['level_ratio']:.2f} times its backend without, the aim is {levels.most(record):.2f}"
             )
             print(f"gate: above what a level may cost: {_name(cell_of(record))}: {text}")
         print(explain(new, kept, verdict))

@@ -14,17 +14,17 @@ MOST_LARGE, MOST_SMALL = 1.10, 1.25
 
 
 def most(record: Record) -> float:
-    """The largest ratio that is promised for a call of its bytes."""
+    """The largest ratio that is aimed at for a call of its bytes."""
     return MOST_LARGE if moved(record) >= LARGE_BYTES else MOST_SMALL
 
 
 def above(result: Result) -> list[Record]:
-    """The records of what costs more than is promised."""
+    """The records of what costs more than is aimed at."""
     return [each for each in _measured(result) if each["level_ratio"] > most(each)]
 
 
 def table(result: Result, style: str = "pipe") -> str:
-    """A line for each cell, with the ratio of each backend and level, and what is promised where that is less. Nothing,
+    """A line for each cell, with the ratio of each backend and level, and the aim where that is less. Nothing,
     where none was measured under a level."""
     lines: dict[tuple[str, int, int], dict[str, str]] = {}
     for each in _measured(result):

@@ -146,8 +146,8 @@ def test_the_gate_names_what_costs_more_and_does_not_fail(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if "may cost" in line]
     above = "gate: above what a level may cost: cutile[batch]"
     assert lines == [
-        f"{above} backward 4096x1024 bfloat16: 1.11 times its backend without, promised 1.10",
-        f"{above} forward 2000x1024 bfloat16: 1.26 times its backend without, promised 1.25",
+        f"{above} backward 4096x1024 bfloat16: 1.11 times its backend without, the aim is 1.10",
+        f"{above} forward 2000x1024 bfloat16: 1.26 times its backend without, the aim is 1.25",
     ]
 
 

@@ -15,7 +15,7 @@ import torch
 from helpers import BF16, DEVICE, FP16, FP32, every_config
 from torch import Tensor
 
-from tilegym_rmsnorm import qk_norm_rope, reproducible, rms_norm
+from tilegym_rmsnorm import qk_norm_rope, reproducible, rms_norm, rms_norm_forward
 from tilegym_rmsnorm.routes import known_calls
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -110,6 +110,9 @@ class Pool:
         outs, dys = ([out], [dy]) if residual is None else (list(out), [dy, dy.flip(-1)])
         found = torch.autograd.grad(outs, wanted, dys)
         results = {"y": outs[0], "dx": found[0]} | ({} if residual is None else {"residual_out": outs[1]})
+        options = {"bias": self.bias, "residual": residual, "casting": casting, "backend": backend}
+        y, *_, rstd = rms_norm_forward(x, self.weight, **options)
+        results |= {"y without autograd": y, "rstd": rstd.view(*x.shape[:-1], 1)}
         return {name: each.detach() for name, each in results.items()}
 
 
