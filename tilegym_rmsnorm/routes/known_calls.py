@@ -154,8 +154,8 @@ def call_of(
 ) -> _Call | None:
     """Describe a call by its key and its tensors. None where anything watches it, or a tensor is not plain.
 
-    rows: tensors of x's shape. The key has their addresses, but for multiples of 16 bytes. parts: which tensors
-    are None, or their types.
+    rows: tensors of x's shape. vectors: the others; None where absent. The key has the addresses of all, but for
+    multiples of 16 bytes. parts: which tensors are None, or their types.
     """
     # As `is_watched`, for callers that Dynamo does not trace. Guards see its dispatch keys.
     if (
@@ -178,8 +178,12 @@ def call_of(
             alignment = alignment << 4 | address & 15
         for each in vectors:
             if each is not None:
-                if type(each) not in PLAIN_TYPES or (each.data_ptr() < TEBIBYTE and not is_plain(each)):
+                if type(each) not in PLAIN_TYPES:
                     return None
+                address = each.data_ptr()
+                if address < TEBIBYTE and not is_plain(each):
+                    return None
+                alignment = alignment << 4 | address & 15
                 tensors.append(each)
         if backend is None:
             backend = settings.get_current_backend()
