@@ -89,6 +89,30 @@ def test_kernels_get_arrays_that_are_like_packed_ones(shape, layout, heads):
             assert torch.equal(kernel.got[3][:m], rstd) and not kernel.got[3][m:].any()
 
 
+def got_rows(x: Tensor, heads: int) -> Tensor:
+    """Return the rows of x as the kernel of a forward gets them, beside weights of heads."""
+    kernel, tensors = Kernel(), (x, torch.rand(heads, x.shape[-1]), None, None)
+    bind_alike(kernel, Spec(x.shape[-1], 0.0, 0.0, "once"), tensors)(tensors)
+    return kernel.got[0]
+
+
+@pytest.mark.parametrize("stride", [1, 3, N + 1])
+def test_the_stride_of_one_batch_is_like_that_of_a_packed_array(stride):
+    x = torch.randn(1, 5, 4, N).to(BF16)
+    got = got_rows(x.as_strided(x.shape, (stride, *x.stride()[1:])), heads=4)
+    assert got.stride() == x.stride() and torch.equal(got, x)
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_heads_that_end_between_16_bytes(heads):
+    """Those of each row together may not: then each row of a packed array begins at 16 bytes."""
+    n = 100
+    x, apart = torch.randn(1, 5, heads, n).to(BF16), torch.randn(1, 5, heads * n + 4).to(BF16)
+    assert got_rows(x, heads) is x
+    got = got_rows(apart[..., : heads * n].unflatten(-1, (heads, n)), heads)
+    assert got.stride() == x.stride() and torch.equal(got.flatten(2), apart[..., : heads * n])
+
+
 def test_the_plan_that_is_shown_is_of_the_level_in_effect():
     shown = [backward_plan(5, 4096, BF16, torch.device("cpu"))]
     with reproducible("device"):

@@ -160,7 +160,7 @@ def _arrangement(n: int, heads: int, shape: _Sizes, strides: tuple[_Sizes, ...])
     """Choose one shape for tensors of these strides, and which tensors must be copied to fit."""
     count = _leading(n, heads, shape)
     leading = shape[:count]
-    contiguous = _contiguous(shape)
+    contiguous = strides_of_packed(shape)
     copies = [not _is_readable(n, shape, own, count) for own in strides]
     most = 2 if heads else 3  # leading dimensions that may remain: B, T and H, of which heads takes H
     while True:
@@ -222,7 +222,7 @@ def _merged(leading: _Sizes, strides: Sequence[_Sizes], count: int) -> list[list
     return groups
 
 
-def _contiguous(shape: _Sizes) -> _Sizes:
+def strides_of_packed(shape: _Sizes) -> _Sizes:
     strides, stride = [], 1
     for extent in reversed(shape):
         strides.append(stride)

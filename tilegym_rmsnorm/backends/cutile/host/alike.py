@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilegym_rmsnorm.call.layout import View, arranged, in_shape_of, packed
+from tilegym_rmsnorm.call.layout import View, arranged, in_shape_of, packed, strides_of_packed
 
 ROWS, VECTOR, RSTD = "rows", "vector", "rstd"
 FORWARD, BACKWARD = (ROWS, VECTOR, VECTOR, ROWS), (ROWS, ROWS, VECTOR, RSTD, ROWS)  # as in ops/norm/spec.py
@@ -58,10 +58,13 @@ def _view(tensor: Tensor, kind: str, shape: tuple[int, ...], is_lone: bool) -> V
 
 def _are_alike(rows: Tensor) -> bool:
     """Whether cuda-tile knows as much of an array of rows as of a packed one at a multiple of 16 bytes."""
+    wholes = [stride * rows.itemsize & 15 == 0 for stride in rows.stride()]
+    of_packed = [stride * rows.itemsize & 15 == 0 for stride in strides_of_packed(rows.shape)]
+    # The stride of an extent of 1 counts too. Where rows end between 16 bytes, that of packed arrays may be any.
     are_whole = rows.shape[-1] * rows.itemsize & 15 == 0
-    strides = zip(rows.stride()[:-1], rows.shape[:-1], strict=True)
     return rows.data_ptr() & 15 == 0 and all(
-        (stride * rows.itemsize & 15 == 0) == are_whole for stride, extent in strides if extent > 1
+        own == other or (extent == 1 and not are_whole)
+        for own, other, extent in zip(wholes, of_packed, rows.shape, strict=True)
     )
 
 
