@@ -30,7 +30,7 @@ PATTERNS = (
 )
 CUTILE = re.compile(r"_Kt\d+_.*$")
 # In Triton a kernel is named by its argument KERNEL (backends/triton/rows.py), or by its function.
-TRITON = ("forward_rows", "forward_reread", "backward_dx", "backward_dx_reread", "backward_c")
+TRITON = ("forward_rows", "forward_reread", "forward_vllm", "backward_dx", "backward_dx_reread", "backward_c")
 TRITON += ("rope_forward", "rope_backward", "sum_partials")
 
 

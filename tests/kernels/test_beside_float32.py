@@ -14,7 +14,7 @@ from planning import by_rules, device, problem, rules_of
 from tilegym_rmsnorm.backends.cutile import launch
 from tilegym_rmsnorm.backends.cutile.host import norm
 from tilegym_rmsnorm.backends.cutile.host.launcher import launcher_of
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, PLAIN, SAME, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, PLAIN, SAME, Bucket, Policy
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
@@ -91,7 +91,7 @@ def test_launch_chooses_by_the_dtype_of_the_weight():
         made = launcher_of(
             norm.BACKWARD,
             machine_of(CPU),
-            ("backward", 8192, BF16, weight_dtype, "large", "once", PLAIN, True, 0),
+            ("backward", 8192, BF16, weight_dtype, "large", "once", PLAIN, Policy()),
         )
         assert (made.plan.first == beside) is (weight_dtype is FP32)
     x = torch.randn(3, 1000, dtype=BF16)
@@ -99,7 +99,7 @@ def test_launch_chooses_by_the_dtype_of_the_weight():
         made = launcher_of(
             norm.FORWARD,
             machine_of(CPU),
-            ("forward", 1000, BF16, weight_dtype, "few", "once", PLAIN, True, 0),
+            ("forward", 1000, BF16, weight_dtype, "few", "once", PLAIN, Policy()),
         )
         beside = by_rules_beside_float32("forward", 1000, "few")
         assert (made.plan.first == beside) is (weight_dtype is FP32)

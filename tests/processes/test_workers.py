@@ -59,9 +59,9 @@ def start_without_teams(device, turn, teams):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_every_bucket_comes_back(processes, finder, monkeypatch):
+def test_every_bucket_comes_back(processes, finder):
     """Other processes have the policy of this one: what `set_teams` said no environment tells them."""
-    monkeypatch.setattr(settings, "_teams", False)
+    settings.set_teams(False)
     buckets = [SMALL, SMALL._replace(n=16)]
     found = {
         each.bucket: each for each in workers.search_all(buckets, CPU, 1, processes, start_without_teams)
@@ -89,7 +89,7 @@ def test_no_team_is_tried_where_the_policy_allows_none(finder, monkeypatch):
     monkeypatch.setattr(search.Search, "tune", lambda self, *asked: tried.update([asked]))
     wide = Bucket("backward", 40000, "bfloat16", "large")
     for allowed in (True, False):
-        monkeypatch.setattr(settings, "_teams", allowed)
+        settings.set_teams(allowed)
         assert settings.teams() == allowed
         list(workers.search_all([wide], CPU, 60, 1, start_small))
         assert any(variant.members > 1 for variant in tried[wide]) == allowed

@@ -155,9 +155,9 @@ def test_a_class_that_no_number_of_rows_has_is_left_out(gpu, capsys):
     assert "0 of 0 tuned" in capsys.readouterr().out
 
 
-def test_what_teams_serve_is_left_out_where_they_are_ruled_out(gpu, monkeypatch, capsys):
+def test_what_teams_serve_is_left_out_where_they_are_ruled_out(gpu, capsys):
     """An entry of another kernel would keep teams out of processes that allow them."""
-    monkeypatch.setattr(settings, "_teams", False)
+    settings.set_teams(False)
     assert run("--n", "40000", "--size", "large", "--op", "backward") == 0
     output = capsys.readouterr().out
     assert "1 buckets are left out: teams serve them" in output and "0 of 0 tuned" in output
@@ -165,11 +165,11 @@ def test_what_teams_serve_is_left_out_where_they_are_ruled_out(gpu, monkeypatch,
     assert "1 of 1 tuned" in capsys.readouterr().out
 
 
-def test_what_a_team_of_an_entry_serves_is_left_out_too(gpu, monkeypatch, capsys):
+def test_what_a_team_of_an_entry_serves_is_left_out_too(gpu, capsys):
     bucket = Bucket("backward", 64, "bfloat16", "large")
     team = BackwardTeam(width=16, warps=4, occupancy=1, latency=2, members=4)
     tables.update(gpu[0], TARGET, [entry_of(bucket, team)])
-    monkeypatch.setattr(settings, "_teams", False)
+    settings.set_teams(False)
     assert run("--op", "backward", "--size", "large") == 0
     assert "1 buckets are left out: teams serve them" in capsys.readouterr().out
     assert [each.variant(64) for each in tables.table_in(gpu[0], TARGET)] == [team]

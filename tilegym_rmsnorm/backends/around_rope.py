@@ -53,7 +53,8 @@ def backward(
     ) -> tuple[Tensor, Tensor | None]:
         dn = rotated_back(dy.to(joint_dtype(x, weight, dy, tables.first_cos)), tables, spec).contiguous()
         of_norm = _spec_of(spec, weight)
-        _, rstd, _ = forward_kernel(of_norm, (x, weight, None, None))
+        in_forward = of_norm._replace(y_dtype=joint_dtype(x, weight, tables.first_cos))
+        _, rstd, _ = forward_kernel(in_forward, (x, weight, None, None))
         given = x, dn, weight, rstd, None, *(() if target is None else (target,))
         dx, _, dw, _ = kernel(of_norm, given, Wanted(x.dtype, dw=dw_dtype))
         return dx, dw
