@@ -104,7 +104,7 @@ def get_reproducible() -> str:
     return _NAMES[flags()]
 
 
-def set_reproducible(level: LevelName | None, *, order: Literal["vllm"] | None = None) -> None:
+def set_reproducible(level: LevelName | None = "batch", *, order: Literal["vllm"] | None = None) -> None:
     """Set the level of reproducibility of this process, in all threads, from now on: see `reproducible`.
 
     Args:
@@ -120,6 +120,8 @@ def set_reproducible(level: LevelName | None, *, order: Literal["vllm"] | None =
         _readings += 1
         _LEVEL.set(None)
     else:
+        if level is None:
+            raise ValueError(f"order: expected None beside level None, got {order!r}")
         _LEVEL.set(_checked(level, order))
 
 

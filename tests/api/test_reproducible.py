@@ -162,6 +162,14 @@ def test_an_unknown_level_is_refused(ask, level):
     assert tr.get_reproducible() == "device", "what held still holds"
 
 
+def test_an_order_alone_is_of_batch_and_none_has_none():
+    tr.set_reproducible(order="vllm")
+    assert tr.get_reproducible() == "vllm"
+    with pytest.raises(ValueError, match="order: expected None beside level None, got 'vllm'"):
+        tr.set_reproducible(None, order="vllm")
+    assert tr.get_reproducible() == "vllm"
+
+
 def test_a_block_needs_a_level():
     with pytest.raises(ValueError, match=f"level: {KNOWN} None"):
         tr.reproducible(None)
