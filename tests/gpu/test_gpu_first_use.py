@@ -19,13 +19,13 @@ pytestmark = pytest.mark.parametrize("backend", ["cutile", "triton"], indirect=T
 def run_anew(tmp_path):
     """Run a script of this folder, with empty caches."""
 
-    def run(script, *arguments):
+    def run(script, *arguments, **environment):
         caches = {
             "CUDA_TILE_CACHE_DIR": str(tmp_path / "cutile"),
             "TRITON_CACHE_DIR": str(tmp_path / "triton"),
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         }
-        ran = run_script(Path(__file__).with_name(script), *arguments, **caches)
+        ran = run_script(Path(__file__).with_name(script), *arguments, **caches, **environment)
         assert ran.returncode == 0, ran.stderr[-3000:]
 
     return run
@@ -36,6 +36,15 @@ def run_anew(tmp_path):
 @pytest.mark.parametrize("surrounding", first_use.SURROUNDINGS)
 def test_first_use(surrounding, variant, columns, backend, run_anew):
     run_anew("first_use.py", surrounding, variant, str(columns), backend)
+
+
+@pytest.mark.parametrize("columns", [512, 3001])
+@pytest.mark.parametrize("variant", first_use.VARIANTS)
+@pytest.mark.parametrize("surrounding", first_use.SURROUNDINGS)
+def test_first_use_under_a_level(surrounding, variant, columns, backend, run_anew):
+    """Rows may be copied, and a lone one gets zeros beside it, in the capture too."""
+    level = {"TILEGYM_RMSNORM_REPRODUCIBLE": "device"}
+    run_anew("first_use.py", surrounding, variant, str(columns), backend, **level)
 
 
 @pytest.mark.parametrize("form", first_use_rope.FORMS)

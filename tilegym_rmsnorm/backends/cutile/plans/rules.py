@@ -341,9 +341,8 @@ def in_one_order(first: Variant, problem: Problem) -> Variant:
     if isinstance(first, BackwardPipelinedTeam) and first.warps == 4:
         return dataclasses.replace(first, **{"rstd_ahead": False})
     if isinstance(first, BackwardTiles) and form.d_residual and first.width >= 2048:
-        first = dataclasses.replace(
-            first, **{"rows": 1}
-        )  # the two rows of a tile of 1536 columns were added otherwise
+        # the two rows of a tile of 1536 columns were added in different orders
+        first = dataclasses.replace(first, **{"rows": 1})
     is_wide = isinstance(first, BackwardTiles) and first.width >= 32 * 32 * first.warps
     if problem.op == "forward" or not (is_wide or isinstance(first, BackwardRows)):
         return first
