@@ -182,7 +182,7 @@ def train(
             "trained": records,
         }
         if meshes is not None:
-            dist.barrier()  # a rank that ends while another's threads still talk to it aborts at times
+            dist.barrier()  # no rank ends while another's threads still talk to it
         if not is_first:
             return 0
         path = folder / f"{training.stem_of(result)}.json"
@@ -198,4 +198,9 @@ def version_of_transformers() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if dist.is_torchelastic_launched():
+        from bench.train.parallel import leave
+
+        leave(status)
+    sys.exit(status)

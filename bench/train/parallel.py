@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from typing import NamedTuple
+import sys
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,14 @@ def start(fsdp: int, tp: int) -> Meshes | None:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=TIMEOUT)
     both = init_device_mesh(kind, (fsdp, tp), mesh_dim_names=("fsdp", "tp"))
     return Meshes(both["fsdp"], both["tp"])
+
+
+def leave(status: int) -> NoReturn:
+    """End a process of torchrun's at once: threads that its process groups leave behind abort it at times, where Python
+    and C++ destroy what they use first."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 class HeadsParallel(ParallelStyle):

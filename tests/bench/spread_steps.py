@@ -79,5 +79,6 @@ if __name__ == "__main__":
         for name, way in ways_of(model).items():
             if way.change is None:
                 compare(model, name, meshes)
-    dist.barrier()  # a rank that ends while another's threads still talk to it aborts at times
+    dist.barrier()  # no rank ends while another's threads still talk to it
     dist.destroy_process_group()
+    parallel.leave(0)
