@@ -136,6 +136,20 @@ def test_no_batch_compiles_after_it(on_meta, name):
         assert on_meta.kernels == kernels, f"{b, t, layout, of_batch}: {on_meta.kernels - kernels}"
 
 
+@pytest.mark.parametrize("level", ["batch", "device"])
+@pytest.mark.parametrize(
+    "name", ["plain", "31 heads and 1, weights of heads", "half tables", "positions", "composed"]
+)
+def test_no_batch_compiles_after_it_under_a_level(on_meta, name, level):
+    case, chance = CASES[name], random.Random(name)
+    with tr.reproducible(level):
+        kernels = warmed(on_meta, case)
+        for b, t in itertools.product((1, 2, 3, 16, 33), (1, 2, 5, 16, 17, 100, 4096)):
+            layout, of_batch = chance.choice(LAYOUTS), chance.random() < 0.5
+            step(case, b, t, layout, of_batch)
+            assert on_meta.kernels == kernels, f"{b, t, layout, of_batch}: {on_meta.kernels - kernels}"
+
+
 @pytest.mark.parametrize(
     "name",
     ["plain", "4 heads and 1", "6 heads and 1", "31 heads and 1, weights of heads", "16 heads and 1, llama"],

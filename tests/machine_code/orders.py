@@ -115,6 +115,9 @@ class _Reader:
         elif kind == "SHFL":
             value = self._value(operands[1])
             self._hand_on(number, value)
+            if not name.startswith("SHFL.BFLY"):  # what another lane has in the same place
+                self.registers[operands[0]] = self._new(value.sum, value.is_of_rows)
+                return
             distance = self.integers[operands[2]] if REGISTER.fullmatch(operands[2]) else int(operands[2], 16)
             self.registers[operands[0]] = self._new()._replace(of_other_lane=(value.number, distance))
         elif moved := MOVE.fullmatch(text):

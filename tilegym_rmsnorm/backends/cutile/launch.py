@@ -16,6 +16,7 @@ from tilegym_rmsnorm.backends import around_kernels, around_rope
 from tilegym_rmsnorm.backends.contract import binding
 from tilegym_rmsnorm.backends.cutile.host import norm, rope
 from tilegym_rmsnorm.backends.cutile.host.alike import bind_alike
+from tilegym_rmsnorm.backends.cutile.host.alike_rope import bind_alike_rope
 from tilegym_rmsnorm.backends.cutile.host.launcher import Description, bind
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.backends.registry import register_impl
@@ -30,10 +31,11 @@ def _registered(op: Any, kernels: Description, compose: Callable[..., Any]) -> A
         return run or (lambda tensors: compose(spec, tensors, *wanted))
 
     def bind_by_level(spec: Any, tensors: Any, *wanted: Any) -> Callable[[Any], Any]:
-        if spec.reproducible and op in NORM_OPS:
-            return bind_alike(arranged_call, spec, tensors, *wanted)
+        if spec.reproducible:
+            return arrange(arranged_call, spec, tensors, *wanted)
         return bind_call(spec, tensors, *wanted)
 
+    arrange = bind_alike if op in NORM_OPS else bind_alike_rope
     arranged_call = binding(bind_call)
     bind_by_level.__name__ = bind_by_level.__qualname__ = op
     return register_impl(op, "cutile")(binding(bind_by_level))

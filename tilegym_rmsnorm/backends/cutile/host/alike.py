@@ -49,14 +49,14 @@ def _view(tensor: Tensor, kind: str, shape: tuple[int, ...], is_lone: bool) -> V
         return lambda each: _with_zeros(each).view(shape if kind == ROWS else -1)
     if kind != ROWS:
         return None if tensor.data_ptr() & 15 == 0 else packed
-    if not _are_alike(tensor):
+    if not are_alike(tensor):
         return lambda rows: packed(rows).view(shape)
     if tensor.shape == shape:
         return None
     return lambda rows: packed(rows).view(shape) if not rows.is_contiguous() else rows.view(-1).view(shape)
 
 
-def _are_alike(rows: Tensor) -> bool:
+def are_alike(rows: Tensor) -> bool:
     """Whether cuda-tile knows as much of an array of rows as of a packed one at a multiple of 16 bytes."""
     wholes = [stride * rows.itemsize & 15 == 0 for stride in rows.stride()]
     of_packed = [stride * rows.itemsize & 15 == 0 for stride in strides_of_packed(rows.shape)]

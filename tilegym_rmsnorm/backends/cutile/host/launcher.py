@@ -158,9 +158,9 @@ def bind_sum(
     return allocate
 
 
-def sms_of(machine: Machine) -> int:
-    """Count the SMs that kernels may fill. ValueError for a margin that leaves none."""
-    return settings.sms_left(machine.facts.sm_count, settings.kernel_limits()[1])
+def sms_of(machine: Machine, level: int) -> int:
+    """Count the SMs that kernels may fill. ValueError for a margin that leaves none, or that the level refuses."""
+    return settings.sms_left(machine.facts.sm_count, settings.sm_margin_under(level))
 
 
 def lead_of(rows: Tensor) -> tuple[int, int, int] | None:

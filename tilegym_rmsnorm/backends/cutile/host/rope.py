@@ -39,7 +39,7 @@ from tilegym_rmsnorm.backends.cutile.plans.rope import (
     tile_of_heads,
     tiles_of,
 )
-from tilegym_rmsnorm.backends.cutile.plans.rules import sum_of
+from tilegym_rmsnorm.backends.cutile.plans.rules import MOST_HEADS, sum_of
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine
 from tilegym_rmsnorm.call.tensors import overlap
 from tilegym_rmsnorm.ops.rope.spec import (
@@ -51,36 +51,52 @@ from tilegym_rmsnorm.ops.rope.spec import (
     RopeTensors,
     RopeWanted,
 )
+from tilegym_rmsnorm.reproducibility import DEVICE
 
 
 def problem_of(machine: Machine, spec: RopeSpec, tensors: Any, *_: RopeWanted) -> RopeProblem | None:
-    """Return the problem of a forward or a backward; None where no kernel takes it, and under a level: T and B decide
-    how these kernels take a row."""
-    if spec.reproducible:
-        return None
+    """Return the problem of a forward or a backward; None where no kernel takes it. Under a level neither T, B nor
+    strides decide that, and alike_rope.py arranged the call."""
     *dys, q, k, q_weight, k_weight, cos, sin, positions = tensors[:OF_BACKWARD]
     rows = [each for each in (q, k, *dys) if each is not None]
     arrays = (*rows, cos, sin)
     if max(cos.shape) > LARGEST_STRIDE or not all(map(fits_kernels, arrays)):
+        _refuse_too_large(spec, q)
         return None
-    heads = tile_of_heads(spec.n, q.shape[2])
+    # Under a level H decides as little as T and B: a rank of tensor parallelism has a part of the heads.
+    of_q, of_k = (
+        MOST_HEADS if spec.reproducible else tile_of_heads(spec.n, (q if each is None else each).shape[2])
+        for each in (q, k)
+    )
     problem = RopeProblem(
         n=spec.n,
         rotary_dim=spec.rotary_dim,
         interleaved=spec.interleaved,
-        heads=heads,
-        k_heads=heads if k is None else tile_of_heads(spec.n, k.shape[2]),
+        heads=of_q,
+        k_heads=of_k,
         itemsize=max(each.itemsize for each in rows),
         is_scattered=not all(map(begins_as_packed, arrays)),
-        has_one_step=q.shape[1] == 1,
+        has_one_step=q.shape[1] == 1 and not spec.reproducible,
         has_full_tables=cos.shape[1] == spec.rotary_dim,
         has_positions=positions is not None,
         per_head=_is_per_head(q_weight) or _is_per_head(k_weight),
         casting=spec.casting,
         rounding=spec.rope_rounding,
         architecture=machine.facts.architecture,
+        pairwise=spec.reproducible > 0,
     )
-    return problem if is_taken(problem) else None
+    # Under a level rows of other lengths are none that are like packed ones whatever B and T are.
+    is_whole = not spec.reproducible or all(each.itemsize * spec.n % 16 == 0 for each in rows)
+    return problem if is_whole and is_taken(problem) else None
+
+
+def _refuse_too_large(spec: RopeSpec, q: Tensor) -> None:
+    """Raise ValueError under a level: the kernels of a norm, which take such calls, add a head in another order."""
+    if spec.reproducible:
+        raise ValueError(
+            f"reproducible: expected extents and strides of at most {LARGEST_STRIDE}, and fewer heads in all, got q of"
+            f" {tuple(q.shape)} with strides {q.stride()}"
+        )
 
 
 def _plan_of(kind: type[RopeTiles], _: Machine, problem: RopeProblem) -> RopePlan:
@@ -89,18 +105,30 @@ def _plan_of(kind: type[RopeTiles], _: Machine, problem: RopeProblem) -> RopePla
     return plan
 
 
-def _walks_of(run: Launcher, tensors: Any) -> tuple[tuple[int, int], ...] | None:
+def sms_of_sums(machine: Machine, level: int) -> int | None:
+    """Count the SMs whose number decides how many partial rows a backward leaves; None where no GPU decides that."""
+    left = sms_of(machine, level)
+    return None if level & DEVICE else left
+
+
+def _walks_of(
+    run: Launcher, spec: RopeSpec, tensors: Any, sms: int | None
+) -> tuple[tuple[int, int], ...] | None:
     """`RopeTiles.walks_of` for q, k and their weights."""
     q, k, *weights = tensors[:4]
     leads = lead_of(q), None if k is None else lead_of(k)
-    return run.plan.first.walks_of(leads, sms_of(run.machine), [_is_per_head(each) for each in weights])
+    per_head = [_is_per_head(each) for each in weights]
+    walks = run.plan.first.walks_of(leads, sms, per_head)
+    if walks is None:
+        _refuse_too_large(spec, q)
+    return walks
 
 
 def _bind_forward(
     run: Launcher, spec: RopeSpec, tensors: RopeTensors
 ) -> Callable[[RopeTensors], RopeOutputs] | None:
     q, k, _, _, cos, _, _ = tensors
-    walks = _walks_of(run, tensors)
+    walks = _walks_of(run, spec, tensors, sms_of(run.machine, spec.reproducible))
     if walks is None:
         return None
     (q_blocks, _), (k_blocks, _) = walks
@@ -125,14 +153,14 @@ def _bind_backward(
 ) -> Callable[[RopeBackwardTensors], RopeGradients] | None:
     q, k, q_weight, k_weight, cos, _, _ = tensors[2:OF_BACKWARD]
     targets = tensors[OF_BACKWARD:] or (None, None)
-    walks = _walks_of(run, tensors[2:])
+    walks = _walks_of(run, spec, tensors[2:], sms_of_sums(run.machine, spec.reproducible))
     if walks is None:
         return None
     (q_blocks, q_rows), (k_blocks, k_rows) = walks
     [(launch, _)], grid = run.kernels, (q_blocks + k_blocks,)
     empty_q, empty_k = bind_empty(run.machine, q), bind_empty(run.machine, k)
-    empty_q_sum = _bind_sum(run, q_rows, q_weight, wanted.dq_weight)
-    empty_k_sum = _bind_sum(run, k_rows, k_weight, wanted.dk_weight)
+    empty_q_sum = _bind_sum(run, spec, q_rows, q_weight, wanted.dq_weight)
+    empty_k_sum = _bind_sum(run, spec, k_rows, k_weight, wanted.dk_weight)
     of_sums = zip((q_weight, k_weight), wanted, targets, strict=True)
     sums = [
         (w.numel(), target is not None) for w, dtype, target in of_sums if w is not None and dtype is not None
@@ -180,11 +208,15 @@ def _sum_of(run: Launcher, columns: int, adds: int) -> tuple[int, Launch]:
 
 
 def _bind_sum(
-    run: Launcher, p: int, weight: Tensor | None, dtype: torch.dtype | None
+    run: Launcher, spec: RopeSpec, p: int, weight: Tensor | None, dtype: torch.dtype | None
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return `bind_sum` of a weight's gradient and its P partial rows; a function of None where it is not wanted."""
-    if weight is None or dtype is None:
+    """Return `bind_sum` of a weight's gradient and its P partial rows; a function of None where it is not wanted. Under
+    a level a frozen weight has partial rows, which nothing reads: dx comes from the kernel of a trained one."""
+    if weight is None or (dtype is None and not spec.reproducible):
         return lambda target: (None, None)
+    if dtype is None:
+        empty, of_partials = run.machine.empty, (p, *weight.shape)
+        return lambda target: (None, empty(of_partials, torch.float32))
     return bind_sum(run.machine, tuple(weight.shape), dtype, p)
 
 

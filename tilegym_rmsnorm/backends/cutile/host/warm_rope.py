@@ -89,7 +89,7 @@ class RopeCalls(NamedTuple):
         found: list[RopeLead] = []
         for is_one_step, launcher in zip((True, False), self.launchers(device), strict=True):
             if launcher is not None:
-                first, sms = launcher.plan.first, sms_of(launcher.machine)
+                first, sms = launcher.plan.first, sms_of(launcher.machine, self.spec.reproducible)
                 starts = (1, sms + 1), (FEW_TILES * sms * first.rows_of_tile + 1, 16)
                 walked = short_and_long(SHORT, starts, NO_END, self.heads + self.k_heads, first.rows)
                 leads = [RopeLead(*each, own) for each in walked for own in (False, True)]
@@ -124,8 +124,7 @@ def kinds_of_rope(calls: RopeCalls, launcher: Launcher, lead: RopeLead) -> tuple
     kinds += [kind_of(batches), is_aligned] if calls.positions else [kind_of(batches * t)]
     if calls.weight is not None:
         leads = (b, t, calls.heads), (b, t, calls.k_heads) if calls.k_heads else None
-        walks = launcher.plan.first.walks_of(
-            leads, sms_of(launcher.machine), (calls.per_head, calls.per_head)
-        )
+        sms = rope.sms_of_sums(launcher.machine, calls.spec.reproducible)
+        walks = launcher.plan.first.walks_of(leads, sms, (calls.per_head, calls.per_head))
         kinds += [kind_of(p) for _, p in walks]
     return tuple(kinds)

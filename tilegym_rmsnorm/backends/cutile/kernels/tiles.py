@@ -92,16 +92,29 @@ def multiplied(a, b):
     return tuple(a[k] * b[k] for k in ct.static_iter(range(len(a))))
 
 
-def sum_of_products(a, b, PIECES, AXIS=None):
+def sum_of_products(a, b, PIECES, AXIS=None, PAIRWISE=False):
     """Sum a * b over all lanes, or along AXIS, which stays, for two tuples of tiles: the first PIECES are equally wide,
-    and so are the others.
+    and so are the others. PAIRWISE: AXIS is the last one.
 
     Equal ones are added lane by lane first: the sum across lanes, which waits for all warps, comes once for them.
     """
-    total = ct.sum(products_lane_by_lane(a[:PIECES], b[:PIECES]), axis=AXIS, keepdims=AXIS is not None)
+    total = sum_of_lanes(products_lane_by_lane(a[:PIECES], b[:PIECES]), AXIS, PAIRWISE)
     if len(a) > PIECES:
-        tproducts = products_lane_by_lane(a[PIECES:], b[PIECES:])
-        total = total + ct.sum(tproducts, axis=AXIS, keepdims=AXIS is not None)
+        total = total + sum_of_lanes(products_lane_by_lane(a[PIECES:], b[PIECES:]), AXIS, PAIRWISE)
+    return total
+
+
+def sum_of_lanes(tile, AXIS, PAIRWISE):
+    """PAIRWISE: lanes 2i and 2i + 1 are added, then their sums so, until one is left. Each step has two terms, so no
+    compiler has an order to choose: that of ct.sum follows from how a loop's copy holds the tile."""
+    if PAIRWISE:
+        if tile.shape[-1] > 1:
+            tpairs = ct.reshape(tile, tile.shape[:-1] + (tile.shape[-1] // 2, 2))
+            total = sum_of_lanes(ct.sum(tpairs, axis=-1), AXIS, PAIRWISE)
+        else:
+            total = tile
+    else:
+        total = ct.sum(tile, axis=AXIS, keepdims=AXIS is not None)
     return total
 
 

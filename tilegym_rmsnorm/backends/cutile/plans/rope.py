@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans.rules import MOST_HEADS, heads_of_form
-from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, LARGEST_GRID, MOST_ROWS
+from tilegym_rmsnorm.backends.cutile.plans.sizes import (
+    FEW_TILES,
+    FIXED_SMS,
+    LARGEST_GRID,
+    MOST_ROWS,
+    fixed_walks,
+)
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect, power_of_two
 
 WIDEST_ROTATED_HEAD = 512
@@ -45,6 +51,7 @@ class RopeProblem(NamedTuple):
     casting: str
     rounding: str
     architecture: int
+    pairwise: bool = False  # heads are added pair by pair, in one order
 
     @property
     def divisor(self) -> int:
@@ -113,16 +120,16 @@ class RopeTiles(Variant):
         return sm_count * self.occupancy
 
     def walks_of(
-        self, leads: tuple[Lead, Lead | None], sm_count: int, per_head: Sequence[bool]
+        self, leads: tuple[Lead, Lead | None], sm_count: int | None, per_head: Sequence[bool]
     ) -> tuple[tuple[int, int], ...] | None:
         """The blocks that walk the tiles of q, and the partial rows that a backward leaves; the same of k, 0 without k.
 
         q and k share the blocks by the work of their heads, whatever T is. Where every block has a tile, P is one of
         two numbers (`most_blocks`), and no multiple of 16, for which cuda-tile would compile another kernel.
 
-        leads: of q, and of k, None without k. per_head: whether q's weight is, and k's: then every tile of heads has
-        blocks, and partial rows, of its own (plan.py). None where a number of 32 bits cannot count the rows, or a
-        launch the blocks.
+        leads: of q, and of k, None without k. sm_count: None for walks that no GPU decides (`fixed_walks`). per_head:
+        whether q's weight is, and k's: then every tile of heads has blocks, and partial rows, of its own (plan.py).
+        None where a number of 32 bits cannot count the rows, or a launch the blocks.
         """
         variants = self, self.of_k
         rows = [
@@ -132,7 +139,8 @@ class RopeTiles(Variant):
         if sum(rows) > MOST_ROWS:
             return None
         tiles = [count // variant.rows_of_tile for count, variant in zip(rows, variants, strict=True)]
-        blocks = self.most_blocks(sum(tiles), sm_count)
+        is_fixed = sm_count is None
+        blocks = FIXED_SMS * self.occupancy if sm_count is None else self.most_blocks(sum(tiles), sm_count)
         of_q = blocks
         if (k := leads[1]) is not None:
             work = [
@@ -146,7 +154,10 @@ class RopeTiles(Variant):
         ):
             shares = variant.tiles_of_heads(lead[2]) if lead is not None and is_per_head else 1
             most = max(1, most // shares)
-            p = min(count // shares, most - (most % 16 == 0)) if count else 0
+            if is_fixed:
+                p = fixed_walks(count // shares, most) if count else 0
+            else:
+                p = min(count // shares, most - (most % 16 == 0)) if count else 0
             walks.append((p * shares, p))
         return tuple(walks) if sum(count for count, _ in walks) <= LARGEST_GRID else None
 
@@ -305,6 +316,7 @@ class RopePlan(NamedTuple):
             "HALF": problem.rotary_dim // 2,
             "INTERLEAVED": problem.interleaved,
             "FULL_TABLES": problem.has_full_tables,
+            "PAIRWISE": problem.pairwise,
             "ROUND_XHAT": problem.casting == "llama",
             "ROUND_N": problem.rounding != "end",
             "ROUND_EACH": problem.rounding == "each",

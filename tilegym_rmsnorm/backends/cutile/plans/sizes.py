@@ -39,3 +39,10 @@ def rows_of_class(size: str, n: int) -> range:
 def shortest_walks(tiles: int, blocks: int) -> int:
     """Return as few of `blocks` as leave the longest walk no longer: 1024 tiles for 264 blocks are 4 each for 256."""
     return -(-tiles // -(-tiles // blocks))
+
+
+def fixed_walks(tiles: int, most: int) -> int:
+    """Return how many walks tiles have, such that tiles behind the others change the walk of none: each has one of its
+    own until there are `most`. A multiple of what cuda-tile compiles the sum of P rows for."""
+    whole = most // DIVISOR_OF_P * DIVISOR_OF_P
+    return max(DIVISOR_OF_P, min(-(-tiles // DIVISOR_OF_P) * DIVISOR_OF_P, whole))

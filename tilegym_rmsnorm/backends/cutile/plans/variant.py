@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (
-    DIVISOR_OF_P,
     FEW_TILES,
     FIXED_SMS,
     LARGEST_GRID,
     MOST_ROWS,
+    fixed_walks,
     shortest_walks,
 )
 
@@ -152,11 +152,9 @@ class Variant:
         return shortest_walks(max(1, tiles // shares), max(1, blocks // shares)) if self.walks else 1
 
     def fixed_partial_rows(self, m: int, n: int, shares: int = 1) -> int:
-        """P that no GPU decides, such that rows behind the others change no row's walk: each tile has a walk of its own
-        until there are as many as fit FIXED_SMS. A multiple of what cuda-tile compiles the sum of P rows for."""
-        most = self.partial_rows(MOST_ROWS, n, FIXED_SMS, shares) // DIVISOR_OF_P * DIVISOR_OF_P
+        """P that no GPU decides, such that rows behind the others change no row's walk (`fixed_walks`)."""
         tiles = -(-m // self.rows_of_tile) // shares
-        return max(DIVISOR_OF_P, min(-(-tiles // DIVISOR_OF_P) * DIVISOR_OF_P, most))
+        return fixed_walks(tiles, self.partial_rows(MOST_ROWS, n, FIXED_SMS, shares))
 
     def temporaries(self, m: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return {name: (shape, dtype)} of arrays that it fills for later kernels, except dw_partial."""
