@@ -17,6 +17,8 @@ from level_cases import (
     LENGTHS,
     MOST,
     OF_ANY_GPU,
+    WITH_WEIGHT,
+    assert_a_frozen_weight_changes_nothing,
     assert_a_row_is_alike,
     behind,
     bits,
@@ -39,16 +41,24 @@ WIDTHS = (1, 64, 100, 640, 2048, 4096, 5120, 8192, 12288, 16384, 18432)  # every
 SM_COUNTS = (1, 3, 78, 148)
 
 
-def run(variant, inputs, level, *around):
+def run(variant, inputs, level, *around, **options):
     from tilegym_rmsnorm.backends.triton import launch
 
-    return level_cases.run(variant, inputs, level, launch, *around)
+    return level_cases.run(variant, inputs, level, launch, *around, **options)
 
 
 @pytest.mark.parametrize(("form", "n"), pairs(FORMS, WIDTHS))
 def test_a_row_does_not_depend_on_its_batch(form, n):
     variant = variant_of(form, n)
     assert_a_row_is_alike(lambda part: run(variant, part, BATCH), variants.make(variant))
+
+
+@pytest.mark.parametrize(("form", "n"), pairs(WITH_WEIGHT, WIDTHS))
+def test_a_frozen_weight_has_the_dx_of_a_trained_one(form, n):
+    variant = variant_of(form, n, 12)
+    assert_a_frozen_weight_changes_nothing(
+        lambda inputs, **options: run(variant, inputs, BATCH, **options), variants.make(variant)
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -44,7 +44,8 @@ def rows_of(first):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_one_kernel_serves_rows_wherever_they_lie(name, compiled_by):
-    """Without --every-config of three widths, other ones in turn."""
+    """And one with and without dw, whose sum may be of db alone. Without --every-config of three widths, other ones in
+    turn."""
     start = list(FORMS).index(name)
     few = [WIDTHS[(start + step) % len(WIDTHS)] for step in (0, 3, 7)]
     for n in WIDTHS if every_config else few:
@@ -55,10 +56,11 @@ def test_one_kernel_serves_rows_wherever_they_lie(name, compiled_by):
             "reproducible": BATCH,
             **FORMS[name],
         }
-        compiled = compiled_by(90, [first, *rows_of(first)])
+        *compiled, of_frozen = compiled_by(90, [first, *rows_of(first), first | {"is_frozen": True}])
         assert compiled[0]
         others = [each["name"] for each in sum(compiled[1:], [])]
         assert not others, (n, others)
+        assert {each["name"] for each in of_frozen} <= {"sum_partials"}, n
 
 
 def test_without_a_level_more_than_one_kernel_does(compiled_by):

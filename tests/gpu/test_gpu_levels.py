@@ -91,7 +91,7 @@ class Pool:
             torch.randn(POOL, *heads, n, device=DEVICE).to(dtype) for _ in range(3)
         )
         weight = torch.randn(*heads, n, device=DEVICE).to(FP32 if form == "float32 weight" else dtype)
-        self.weight = None if form == "no weight" else weight.requires_grad_(form != "frozen")
+        self.weight = None if form == "no weight" else weight.requires_grad_()
         self.bias = torch.randn(n, device=DEVICE).to(dtype).requires_grad_() if form == "bias" else None
 
     def run(self, index: Tensor, backend: str) -> dict[str, Tensor]:
@@ -137,6 +137,8 @@ def test_a_row_has_the_bits_that_it_has_alone(case, backend):
         alone = [pool.run(torch.tensor([i], device=DEVICE), backend) for i in range(POOL)]
         expected = {name: torch.cat([each[name] for each in alone]) for name in alone[0]}
         differing = []
+        if case.form == "frozen":  # from here on: dx is that of a trained weight
+            pool.weight.requires_grad_(False)
         for m in ROWS:
             if m * pool.x[0].numel() <= MOST:
                 index = torch.randint(POOL, (m,), device=DEVICE)

@@ -4,17 +4,31 @@
 """Backend "cutile" under levels of reproducibility, by the interpreter: which rows share a kernel, where rows lie, a
 lone row, and how rows are shared. It adds by the shapes of tiles alone; machine_code/test_one_order.py reads code."""
 
+import helpers
 import level_cases
 import pytest
 import torch
 from helpers import BF16, FP32, every_config
-from level_cases import FORMS, OF_ANY_GPU, assert_a_row_is_alike, behind, bits, pairs, variant_of
-from variants import Variant, check, make
+from level_cases import (
+    FORMS,
+    OF_ANY_GPU,
+    WITH_WEIGHT,
+    assert_a_frozen_weight_changes_nothing,
+    assert_a_row_is_alike,
+    behind,
+    bits,
+    pairs,
+    variant_of,
+)
+from variants import Variant, check, make, spec_of, wanted_of
 
-from tilegym_rmsnorm import settings
+from tilegym_rmsnorm import reproducible, rms_norm, settings
+from tilegym_rmsnorm.ops.norm.spec import DW, DX
 from tilegym_rmsnorm.reproducibility import BATCH
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from counting import counted_calls  # noqa: E402
+
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.host import launcher  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
@@ -24,17 +38,78 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 WIDTHS = (1, 64, 100, 211, 1024, 3001, 4096, 5120, 8192, 13790, 16384, 20480)  # every kind of kernel
 
 
-def run(variant, inputs, level):
+def run(variant, inputs, level, **options):
     cpu = inputs._replace(
         **{name: None if each is None else each.cpu() for name, each in inputs._asdict().items()}
     )
-    return level_cases.run(variant, cpu, level, launch)
+    return level_cases.run(variant, cpu, level, launch, **options)
 
 
 @pytest.mark.parametrize(("form", "n"), pairs(FORMS, WIDTHS))
 def test_a_row_does_not_depend_on_its_batch(form, n):
     variant = variant_of(form, n, 12 if n > 211 else None)
     assert_a_row_is_alike(lambda part: run(variant, part, BATCH), make(variant))
+
+
+@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize(("form", "n"), pairs(WITH_WEIGHT, WIDTHS))
+def test_a_frozen_weight_has_the_dx_of_a_trained_one(form, n, rows):
+    variant = variant_of(form, n, rows)
+    assert_a_frozen_weight_changes_nothing(
+        lambda inputs, **options: run(variant, inputs, BATCH, **options), make(variant)
+    )
+
+
+def test_a_weight_that_adds_to_main_grad_has_it_too():
+    variant = variant_of("residual", 5120, 12)
+    x, weight, _, _, dy, d_residual_out = make(variant, device="cpu")
+    tensors, wanted = (x, dy, weight, torch.rand(12), d_residual_out), wanted_of(variant)
+    spec = spec_of(variant)._replace(reproducible=BATCH)
+    dx, *_ = launch.rms_norm_backward(spec, tensors, wanted._replace(dw=None))
+    target = torch.zeros(5120)
+    assert torch.equal(launch.rms_norm_backward(spec, (*tensors, target), wanted._replace(dw=FP32))[0], dx)
+    assert target.all()
+
+
+@pytest.mark.parametrize(("form", "n"), pairs(WITH_WEIGHT, WIDTHS))
+def test_a_frozen_weight_has_the_kernels_of_a_trained_one(form, n, monkeypatch):
+    """With the same constants, and compiled for equal arrays. Only a sum that nobody wants is left out."""
+    for rows in (1, 16, 1000):
+        variant, kernels = variant_of(form, n, rows), []
+        for is_frozen in (False, True):
+            with counted_calls(monkeypatch) as machine:
+                options = {"is_frozen": is_frozen}
+                level_cases.run(variant, make(variant, device="meta"), BATCH, launch, **options)
+            kernels.append(machine.kernels)
+        trained, frozen = kernels
+        assert frozen <= trained and {each[0] for each in trained - frozen} <= {"sum_partials"}
+        assert variant.bias_dtype or "sum_partials" not in {each[0] for each in frozen}
+
+
+@pytest.mark.parametrize("residual_dtype", [None, FP32])
+def test_known_calls_and_ops_beside_a_frozen_weight_too(residual_dtype, monkeypatch):
+    helpers.settle_interpreters(monkeypatch)
+    variant = Variant(BF16, (6, 640), weight_dtype=BF16, residual_dtype=residual_dtype)
+    x, weight, _, residual, dy, _ = make(variant, device="cpu")
+    found, residual_dtype = [], variant.normalized_dtype if residual_dtype else None
+    with reproducible("batch"):
+        for is_trained in (True, True, False, False):
+            leaves = x.detach().requires_grad_(), weight.detach().requires_grad_(is_trained)
+            y = rms_norm(leaves[0], (640,), leaves[1], 1e-6, residual=residual, backend="cutile")
+            (y if residual is None else y[0]).backward(dy)
+            assert (leaves[1].grad is not None) == is_trained
+            found.append(leaves[0].grad)
+        options = 1, 1e-6, 0.0, "once", 1.0, residual_dtype, None, "cutile"
+        _, rstd, residual_out = torch.ops.tilegym_rmsnorm.rms_norm_forward(
+            x, residual, weight, None, *options
+        )
+        for wanted in (DX + DW, DX):
+            tensors = dy, x if residual is None else residual_out, weight, rstd, None
+            options = wanted, 1, 0.0, "once", 1.0, BF16, None, None, None, "cutile", BATCH
+            dx, dw, *_ = torch.ops.tilegym_rmsnorm.rms_norm_backward(*tensors, *options)
+            assert (dw is not None) == (wanted != DX)
+            found.append(dx)
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -31,6 +31,7 @@ FORMS = {
     "heads in place": Variant(BF16, HEADS, bias_dtype=BF16, layout="mixed", residual_dtype=BF16),
     "weights of heads": Variant(BF16, HEADS, "heads", BF16, offset=1.0, bias_dtype=BF16, layout="heads"),
 }
+WITH_WEIGHT = [form for form, variant in FORMS.items() if variant.weight != "none"]
 
 
 def variant_of(form, n, rows=None):
@@ -39,14 +40,17 @@ def variant_of(form, n, rows=None):
     return variant._replace(size=(1, rows, 2, n) if len(variant.size) == 4 else (rows, n))
 
 
-def run(variant, inputs, level, launch, of_forward=None, of_backward=None):
-    """All results of the functions of a backend, and residual_out; by default those of its module `launch`."""
+def run(variant, inputs, level, launch, of_forward=None, of_backward=None, is_frozen=False):
+    """All results of the functions of a backend, and residual_out; by default those of its module `launch`. is_frozen:
+    no gradient of the weight is wanted."""
     x, weight, bias, residual, dy, d_residual_out = inputs
     spec = variants.spec_of(variant)._replace(reproducible=level)
     y, rstd, residual_out = (of_forward or launch.rms_norm_forward)(spec, (x, weight, bias, residual))
     normalized, wanted = x if residual is None else residual_out, variants.wanted_of(variant)
+    wanted = wanted._replace(dw=None) if is_frozen else wanted
     tensors = normalized, dy, weight, rstd, d_residual_out
     found = (of_backward or launch.rms_norm_backward)(spec, tensors, wanted)
+    assert [each is None for each in found] == [each is None for each in wanted]
     return {"y": y, "rstd": rstd.view(x.shape[:-1]), "residual_out": residual_out} | {
         name: each
         for name, each, dtype in zip(Wanted._fields, found, wanted, strict=True)
@@ -79,6 +83,14 @@ def assert_a_row_is_alike(run_of, inputs):
                 if results.get(name) is not None:
                     one = found[name].narrow(axis, row - start, 1)
                     assert torch.equal(one, results[name].narrow(axis, row, 1)), (name, length, start)
+
+
+def assert_a_frozen_weight_changes_nothing(run_of, inputs):
+    """run_of(inputs, is_frozen=...): each gradient but dw has the same bits."""
+    expected, found = run_of(inputs), run_of(inputs, is_frozen=True)
+    assert expected.keys() - found.keys() == {"dw"}
+    for name, each in found.items():
+        assert each is None or torch.equal(each, expected[name]), name
 
 
 def pairs(forms, widths):

@@ -108,9 +108,10 @@ def run(
     adds: bool = False,
     reproducible: int = 0,
     begin: int = 0,
+    is_frozen: bool = False,
 ) -> None:
     """A forward and a backward with all gradients, of M rows or of `heads`, (B, T, H). adds: dw is added to float32.
-    begin: elements before the first of each input.
+    begin: elements before the first of each input. is_frozen: without dw.
 
     Rows of heads lie as in q of (B, T, 3, H, N), and those of dy as in (B, H, T, N), unless `strides` says it for both.
     """
@@ -137,7 +138,8 @@ def run(
     spec = Spec(*numbers, reproducible=reproducible)
     _, rstd, _ = launch.rms_norm_forward(spec, (x, weight, bias, residual))
     shared = residual is None or (alpha == 1 and residual.dtype == x.dtype)
-    dtypes = x.dtype, None if shared else residual.dtype, _dtype(weight_dtype), _dtype(bias_dtype)
+    dw_dtype = None if is_frozen else _dtype(weight_dtype)
+    dtypes = x.dtype, None if shared else residual.dtype, dw_dtype, _dtype(bias_dtype)
     rstd, residual_out = late(rstd), late(residual_out)
     normalized = x if residual is None else residual_out
     target = (torch.empty(vector, dtype=torch.float32),) if adds else ()

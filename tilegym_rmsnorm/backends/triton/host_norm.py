@@ -112,7 +112,9 @@ def launch_backward(config: BackwardConfig, spec: Spec, tensors: Any, wanted: Wa
     dx, d_residual = host.empty(x, shape, wanted.dx), host.empty(x, shape, wanted.d_residual)
     dw = target[0] if target else host.empty(x, vector, None if weight is None else wanted.dw)
     db = host.empty(x, vector, wanted.db)
-    dw_partial, db_partial = host.empty_partials(dw, config.walks), host.empty_partials(db, config.walks)
+    # Under a level a frozen weight has the kernel of a trained one, hence the bits of its dx.
+    dw_partial = host.empty_partials(weight if spec.reproducible else dw, config.walks)
+    db_partial = host.empty_partials(db, config.walks)
     arguments = _arguments(config, spec, weight, x=x, dy=dy)
     arguments["rstd_ptr"] = rstd
     options = host.options(config.num_warps)

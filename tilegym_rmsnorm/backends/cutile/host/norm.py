@@ -78,7 +78,9 @@ def _forward_key(_: Machine, spec: Spec, tensors: ForwardTensors) -> tuple[Any, 
 
 def _backward_key(_: Machine, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> tuple[Any, ...]:
     x, dy, weight, _, d_residual_out, *target = tensors
-    n, op = spec.n, "dx" if wanted.dw is None else ADDING if target else "backward"
+    # Under a level a frozen weight has the kernel of a trained one, hence the bits of its dx.
+    has_dw = wanted.dw is not None or (spec.reproducible > 0 and weight is not None)
+    n, op = spec.n, "dx" if not has_dw else ADDING if target else "backward"
     # db beside dw, from partial rows of the same kernel; alone it is a sum of PyTorch's
     is_beside_dw = wanted.db is not None and op != "dx" and n <= WIDEST_BIAS_ROW
     has_two = wanted.d_residual is not None  # dx and d_residual
@@ -195,7 +197,8 @@ def _bind_backward(
     m, lead, no_array = x.numel() // n, lead_of(x), machine.no_array
     if not _takes(run, m, lead, x, dy, d_residual_out):
         return None
-    launch, grid, sizes = _bind_launches(run, m, lead)
+    has_dw = wanted.dw is not None
+    launch, grid, sizes = _bind_launches(run, m, lead, has_dw or wanted.db is not None)
     copies_x, copies_dy = _reads_copy(run, x), _reads_copy(run, dy)
     copies_d = _reads_copy(run, d_residual_out)
     empty_dx, empty_d_residual, empty_dw, empty_db = bind_empty(machine, x, wanted.dx), None, None, None
@@ -205,7 +208,8 @@ def _bind_backward(
         # of more rows than one launch takes each part has its own
         p, shape = sizes.partial_rows if sizes else 1, (plan.columns_of_dw,)
         p = 0 if p == 1 and not plan.adds else p
-        empty_dw = bind_sum(machine, shape, wanted.dw, p)
+        assert weight is not None
+        empty_dw = bind_sum(machine, shape, wanted.dw or weight.dtype, p)
         empty_db = None if wanted.db is None else bind_sum(machine, shape, wanted.db, p)
     alpha, numbers = spec.alpha, (1.0 / n, spec.offset, sizes.tiles_in_slab if sizes else 0)
     per_head = plan.problem.form.per_head
@@ -228,6 +232,7 @@ def _bind_backward(
             added = (packed(d_residual_out) if copies_d else d_residual_out,)
         weight = no_array if weight is None else weight
         launch(grid, (dx, dw_partial, dy, x, weight, rstd, added, out, db_partial, *numbers, dw, sums))
+        dw = dw if has_dw else None
         if per_head:
             dw, db = (None if each is None else each.view(-1, n) for each in (dw, db))
         return dx, d_residual, dw, db
@@ -262,13 +267,13 @@ Backward = functools.partial(Launcher, BACKWARD)
 
 
 def _bind_launches(
-    run: Launcher, m: int, lead: tuple[int, int, int] | None
+    run: Launcher, m: int, lead: tuple[int, int, int] | None, has_sum: bool = True
 ) -> tuple[Launch, tuple[int, ...], Sizes | None]:
     """`Launcher.launches_for`; in parts, without sizes, where one launch cannot take all rows, which never are of (B,
-    T, H, N)."""
+    T, H, N). has_sum: as for `Plan.sizes`; parts have one in any case."""
     if m > run.plan.most_rows:
         return functools.partial(_launch_parts, run), (), None
-    return run.launches_for(m, lead)
+    return run.launches_for(m, lead, has_sum)
 
 
 def _launch_parts(run: Launcher, _: tuple[int, ...], arguments: tuple[Any, ...]) -> None:

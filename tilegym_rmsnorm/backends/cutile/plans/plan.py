@@ -76,9 +76,9 @@ class Plan:
     def columns_of_dw(self) -> int:
         return self.problem.n * (self.problem.form.heads if self.problem.form.per_head else 1)
 
-    def sizes(self, m: int, lead: tuple[int, int, int] | None = None) -> Sizes:
+    def sizes(self, m: int, lead: tuple[int, int, int] | None = None, has_sum: bool = True) -> Sizes:
         """lead: B, T and H, where the arrays of rows are (B, T, H, N). With per-head weights every tile of heads has
-        P blocks of its own, which write their heads of the P rows."""
+        P blocks of its own, which write their heads of the P rows. has_sum: somebody wants the sum of partial rows."""
         n, sm_count, first = self.problem.n, self.problem.sm_count, self.first
         m = m if lead is None else first.tiled_rows(lead)
         shares = first.tiles_of_heads(self.problem.form.heads) if self.problem.form.per_head else 1
@@ -93,10 +93,12 @@ class Plan:
         for step in self.steps:
             temporaries |= step.temporaries(m)
             grids.append(self._grid(step, m, p, shares))
-        if self.problem.op == "backward" and p == 1 and not self.adds:
-            grids[-1] = None  # the one partial row is dw
-        elif self.problem.op == "backward":
-            temporaries["dw_partial"] = (p, self.columns_of_dw), "float32"
+        if self.problem.op == "backward":
+            is_dw = p == 1 and not self.adds  # the one partial row
+            if is_dw or not has_sum:
+                grids[-1] = None
+            if not is_dw:
+                temporaries["dw_partial"] = (p, self.columns_of_dw), "float32"
         tiles_in_slab = first.slab_tiles(m, sm_count) if isinstance(first, Split) else 0
         return Sizes(tuple(grids), p, tiles_in_slab, temporaries)
 
