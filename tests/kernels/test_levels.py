@@ -4,6 +4,8 @@
 """Backend "cutile" under levels of reproducibility, by the interpreter: which rows share a kernel, where rows lie, a
 lone row, and how rows are shared. It adds by the shapes of tiles alone; machine_code/test_one_order.py reads code."""
 
+import itertools
+
 import helpers
 import level_cases
 import pytest
@@ -29,7 +31,7 @@ from tilegym_rmsnorm.reproducibility import BATCH
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from counting import counted_calls  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.host import launcher  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
@@ -162,15 +164,68 @@ def test_sums_do_not_depend_on_the_gpu_or_on_padding(form, n, fixed_sms, monkeyp
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        (Variant(BF16, (3, 8200), bias_dtype=BF16), "gradients of a bias of 8200 elements"),
+        (Variant(BF16, (3, 8200), bias_dtype=BF16), "gradients of bias with 8200 columns"),
         (Variant(FP32, (1, 3, 2, 2056), "heads"), "gradients of weights of heads with 2056 columns"),
-        (Variant(BF16, (3, 64), "none", bias_dtype=BF16), "gradients of a bias of 64 elements"),
+        (Variant(BF16, (3, 64), "none", bias_dtype=BF16), "gradients of bias with 64 columns"),
     ],
 )
 def test_sums_of_pytorch_are_refused_on_any_gpu(variant, message):
     with pytest.raises(ValueError, match=f'expected at most "batch" for {message}, got "device"'):
         run(variant, make(variant), OF_ANY_GPU)
     run(variant, make(variant), BATCH)
+
+
+@pytest.mark.parametrize(
+    "learned", [each for each in itertools.product((False, True), repeat=3) if any(each)]
+)
+@pytest.mark.parametrize(
+    ("weight", "n"), [("vector", 8192), ("vector", 8200), ("heads", 2048), ("heads", 2056), ("none", 64)]
+)
+def test_a_forward_refuses_what_its_backward_would(weight, n, learned, monkeypatch):
+    """learned: x, weight and bias. An op that is recorded cannot know the backend: there the backward refuses."""
+    variant = Variant(BF16, (1, 2, 2, n), weight, BF16, BF16)
+    inputs, check = make(variant, device="cpu"), launch.rms_norm_backward.check_ahead
+
+    def step():
+        """Return what the forward raises, and what the backward does."""
+        names = zip(("x", "weight", "bias"), learned, strict=True)
+        x, weight, bias = (
+            None if each is None else each.detach().requires_grad_(needs)
+            for each, needs in ((getattr(inputs, name), needs) for name, needs in names)
+        )
+        with reproducible("device"):
+            try:
+                y = rms_norm(x, (n,), weight, bias=bias, backend="cutile")
+            except ValueError as error:
+                return str(error), None
+            try:
+                torch.autograd.backward(y, inputs.dy) if y.requires_grad else None
+            except ValueError as error:
+                return None, str(error)
+        return None, None
+
+    monkeypatch.setattr(launch.rms_norm_backward, "check_ahead", lambda *_: None)
+    in_forward, in_backward = step()
+    assert in_forward is None
+    monkeypatch.setattr(launch.rms_norm_backward, "check_ahead", check)
+    if in_backward is not None:
+        monkeypatch.setattr(interpreter, "launch", lambda *_, **__: pytest.fail("launched"))
+    assert step() == (in_backward, None)
+
+
+def test_without_gradients_such_a_bias_is_not_refused():
+    x, weight, bias, _, dy, _ = make(Variant(BF16, (2, 8200), bias_dtype=BF16), device="cpu")
+    bias.requires_grad_(), x.requires_grad_()
+    options = 1, 1e-6, 0.0, "once", 1.0, None, None, "cutile"
+    with reproducible("device"):
+        with torch.no_grad():
+            rms_norm(x, (8200,), weight, bias=bias, backend="cutile")
+        y, *_ = torch.ops.tilegym_rmsnorm.rms_norm_forward(x, None, weight, bias, *options)
+        with pytest.raises(ValueError, match="gradients of bias with 8200 columns"):
+            y.backward(dy)
+    for needs_bias in (False, True):
+        with reproducible("device" if not needs_bias else "batch"):
+            rms_norm(x, (8200,), weight, bias=bias.requires_grad_(needs_bias), backend="cutile").backward(dy)
 
 
 def test_a_margin_beside_a_fixed_grid_is_refused():

@@ -80,20 +80,23 @@ def forward(kernel: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Out
     return in_shape_of(x, y.to(y_dtype)), rstd, residual_out
 
 
+def check_sums(spec: Spec, has_dw: bool, has_db: bool) -> None:
+    """Raise ValueError under "device" for gradients that PyTorch's operations sum: dw of weights of heads, db."""
+    if spec.reproducible & DEVICE and (has_dw or has_db):
+        parts = " and ".join(parts_of(False, has_db, has_dw))
+        raise ValueError(
+            f'reproducible: expected at most "batch" for gradients of {parts} with {spec.n} columns, got "device": '
+            "PyTorch's operations sum them"
+        )
+
+
 @torch.no_grad()
 def backward(kernel: BackwardFunction, spec: Spec, tensors: Any, wanted: Wanted) -> Gradients:
     """Run any backward of contract.py, around a `kernel` backward."""
     x, dy, weight, rstd, d_residual_out, *target = tensors
     dtype = joint_dtype(x, weight, dy, d_residual_out)
     per_head = weight if weight is not None and weight.ndim == 2 else None
-    if spec.reproducible & DEVICE and (
-        wanted.db is not None or (per_head is not None and wanted.dw is not None)
-    ):
-        parts = " and ".join(parts_of(False, wanted.db is not None, per_head is not None))
-        raise ValueError(
-            f'reproducible: expected at most "batch" for gradients of {parts} with {spec.n} columns, got "device": '
-            "PyTorch's operations sum them"
-        )
+    check_sums(spec, per_head is not None and wanted.dw is not None, wanted.db is not None)
     needs_d = d_residual_out is not None or wanted.d_residual is not None or spec.alpha != 1.0
     _tell("rms_norm_backward", x, spec.n, parts_of(needs_d, wanted.db is not None, per_head is not None))
     dw = None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm import reproducibility, settings
+from tilegym_rmsnorm.backends.around_kernels import check_sums
 from tilegym_rmsnorm.backends.cutile.host.launcher import (
     LARGEST_STRIDE,
     Description,
@@ -30,7 +31,12 @@ from tilegym_rmsnorm.backends.cutile.host.launcher import (
 )
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, Sizes
 from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN, Form, Policy, Problem
-from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW, heads_of_form, is_fused
+from tilegym_rmsnorm.backends.cutile.plans.rules import (
+    WIDEST_BIAS_ROW,
+    WIDEST_PER_HEAD_ROW,
+    heads_of_form,
+    is_fused,
+)
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine, machine_of
@@ -186,11 +192,7 @@ def _bind_backward(
     x, dy, weight, _, d_residual_out, *_ = tensors
     n, plan, machine = spec.n, run.plan, run.machine
     if wanted.db is not None and not plan.problem.form.bias:
-        if spec.reproducible & DEVICE:
-            raise ValueError(
-                f'reproducible: expected at most "batch" for gradients of a bias of {n} elements, got "device": '
-                "PyTorch's operations sum db of such rows, and db without dw"
-            )
+        check_sums(spec, False, True)
         run_alone = _bind_backward(run, spec, tensors, wanted._replace(db=None))
         shape = weight.shape if weight is not None and weight.ndim == 2 else (n,)
         return run_alone and functools.partial(_run_and_sum, run_alone, shape, wanted.db)
@@ -238,6 +240,16 @@ def _bind_backward(
         return dx, d_residual, dw, db
 
     return run_backward
+
+
+def check_ahead(spec: Spec, tensors: ForwardTensors) -> None:
+    """Raise ValueError in a forward for gradients that autograd will ask of a backward, and that `check_sums` refuses.
+    db alone is no backend's (`Wanted.why_no_backend`)."""
+    needs = [each is not None and each.requires_grad for each in tensors]
+    has_weight, heads_fit = tensors[1] is not None, not spec.heads or spec.n <= WIDEST_PER_HEAD_ROW
+    is_beside_dw = has_weight and heads_fit and spec.n <= WIDEST_BIAS_ROW
+    is_alone = not (needs[0] or needs[1] or needs[3])
+    check_sums(spec, needs[1] and not heads_fit, needs[2] and not is_beside_dw and not is_alone)
 
 
 def _run_and_sum(run: Any, shape: tuple[int, ...], dtype: torch.dtype, tensors: BackwardTensors) -> Gradients:
