@@ -334,15 +334,16 @@ def in_one_order(first: Variant, problem: Problem) -> Variant:
     holds 32 elements of a row: a copy may add them otherwise, and a tile its rows. So TMA brings rows ahead. Beside a
     residual or a float32 weight rows of more than 12288 columns fill the registers."""
     n, form = problem.n, problem.form
+    one_row: dict[str, Any] = {"rows": 1}
     if isinstance(first, (ForwardUnaligned, BackwardUnaligned)) and first.width * first.pieces >= 1024:
         if isinstance(first, BackwardUnaligned):
-            return dataclasses.replace(first, **{"rows": 1, "latency": 1})
+            return dataclasses.replace(first, **one_row, latency=1)
         return _forward(n, problem.device.architecture) if form.residual or form.bias else first
     if isinstance(first, BackwardPipelinedTeam) and first.warps == 4:
         return dataclasses.replace(first, **{"rstd_ahead": False})
     if isinstance(first, BackwardTiles) and form.d_residual and first.width >= 2048:
         # the two rows of a tile of 1536 columns were added in different orders
-        first = dataclasses.replace(first, **{"rows": 1})
+        first = dataclasses.replace(first, **one_row)
     is_wide = isinstance(first, BackwardTiles) and first.width >= 32 * 32 * first.warps
     if problem.op == "forward" or not (is_wide or isinstance(first, BackwardRows)):
         return first
