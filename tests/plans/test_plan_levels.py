@@ -27,7 +27,6 @@ from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, is_fused
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import DIVISOR_OF_P, SIZES
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
 from tilegym_rmsnorm.backends.cutile.runtime.tables import tables_of
 
 FORMS = (PLAIN, Form(residual=True), Form(bias=True), Form(True, True), Form(True, d_residual=True))
@@ -130,6 +129,5 @@ def test_a_plan_serves_its_problem_and_is_that_of_any_number_of_rows(form, op, a
                 [first] = firsts
                 first.check(n, ITEMSIZE[dtype], architecture)
                 assert first.serves_form(asked) and op in first.serves, (n, dtype, first)
-                assert not isinstance(first, BackwardRows) or first.latency == 1, (n, dtype, first)
                 served += 1
     assert served > 5

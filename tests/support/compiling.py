@@ -216,13 +216,11 @@ def run_forward(machine, choice, n, dtype, weight_dtype, round_xhat=False, m=409
     plain_calls.forward(run, meta(m, n, dtype=dtype), weight, eps, 0.0)
 
 
-def run_backward(
-    machine, choice, n, dtype, weight_dtype, round_xhat=False, has_dw=True, m=4096, partials="shared"
-):
-    """The launches of a backward of (m, n), by this first kernel: a Choice or a Variant."""
+def run_backward(machine, choice, n, dtype, weight_dtype, round_xhat=False, has_dw=True, m=4096, **options):
+    """The launches of a backward of (m, n), by this first kernel: a Choice or a Variant. options: fields of Problem."""
     weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
     op = "backward" if has_dw and weight is not None else "dx"
-    run = Backward(machine, _plan(machine, choice, op, n, dtype, weight_dtype, round_xhat, partials=partials))
+    run = Backward(machine, _plan(machine, choice, op, n, dtype, weight_dtype, round_xhat, **options))
     x, dy, rstd = meta(m, n, dtype=dtype), meta(m, n, dtype=dtype), meta(m, dtype=torch.float32)
     plain_calls.backward(run, x, dy, weight, rstd, 0.0)
 

@@ -24,7 +24,7 @@ from tilegym_rmsnorm.settings import INTERPRET_VARIABLE
 IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in rules.ARCHITECTURES)
-# Whose machine code adds a row in one order, by which compiler: see rules.in_one_order
+# Whose machine code was read for the order in which it adds a row, and by which compiler (`sum_of_lanes` in tiles.py)
 IN_ONE_ORDER, IN_ONE_ORDER_BY = "sm_90", (13, 4)
 _INTERPRET_REMEDY = (
     f"set {INTERPRET_VARIABLE}=1 to run the kernels' Python on the CPU (slow, for tests and pdb)"

@@ -63,7 +63,8 @@ def run_backward(spec: RopeSpec, tensors: Any, wanted: RopeWanted) -> RopeGradie
         None if dtype is None else _empty_like(weight, dtype) if target is None else target
         for weight, dtype, target in zip(weights, wanted, targets or (None, None), strict=True)
     ]
-    partials = list(map(host.empty_partials, dws, (*config.walks, 0)))
+    # Under a level a frozen weight has the kernel of a trained one, hence the bits of its dx.
+    partials = list(map(host.empty_partials, weights if spec.reproducible else dws, (*config.walks, 0)))
     arguments = _arguments("rope_backward", config, spec, own[2:], (dq, dk))
     dys, align = host.rows(spec.reproducible, dq_out=dq_out, dk_out=dk_out)
     arguments |= dys | {"ALIGN": min(arguments["ALIGN"], align), "STAGES": config.num_stages}

@@ -83,7 +83,7 @@ def problem_of(machine: Machine, spec: RopeSpec, tensors: Any, *_: RopeWanted) -
         casting=spec.casting,
         rounding=spec.rope_rounding,
         architecture=machine.facts.architecture,
-        pairwise=spec.reproducible > 0,
+        in_pairs=spec.reproducible > 0,
     )
     # Under a level rows of other lengths are none that are like packed ones whatever B and T are.
     is_whole = not spec.reproducible or all(each.itemsize * spec.n % 16 == 0 for each in rows)

@@ -92,27 +92,27 @@ def multiplied(a, b):
     return tuple(a[k] * b[k] for k in ct.static_iter(range(len(a))))
 
 
-def sum_of_products(a, b, PIECES, AXIS=None, PAIRWISE=False):
+def sum_of_products(a, b, PIECES, AXIS=None, LANES=0):
     """Sum a * b over all lanes, or along AXIS, which stays, for two tuples of tiles: the first PIECES are equally wide,
-    and so are the others. PAIRWISE: AXIS is the last one.
+    and so are the others. LANES: of `sum_of_lanes`.
 
     Equal ones are added lane by lane first: the sum across lanes, which waits for all warps, comes once for them.
     """
-    total = sum_of_lanes(products_lane_by_lane(a[:PIECES], b[:PIECES]), AXIS, PAIRWISE)
+    total = sum_of_lanes(products_lane_by_lane(a[:PIECES], b[:PIECES]), AXIS, LANES)
     if len(a) > PIECES:
-        total = total + sum_of_lanes(products_lane_by_lane(a[PIECES:], b[PIECES:]), AXIS, PAIRWISE)
+        total = total + sum_of_lanes(products_lane_by_lane(a[PIECES:], b[PIECES:]), AXIS, LANES)
     return total
 
 
-def sum_of_lanes(tile, AXIS, PAIRWISE):
-    """PAIRWISE: lanes 2i and 2i + 1 are added, then their sums so, until one is left. Each step has two terms, so no
-    compiler has an order to choose: that of ct.sum follows from how a loop's copy holds the tile."""
-    if PAIRWISE:
-        if tile.shape[-1] > 1:
-            tpairs = ct.reshape(tile, tile.shape[:-1] + (tile.shape[-1] // 2, 2))
-            total = sum_of_lanes(ct.sum(tpairs, axis=-1), AXIS, PAIRWISE)
-        else:
-            total = tile
+def sum_of_lanes(tile, AXIS, LANES):
+    """LANES > 0: the kernel adds in one order, along the last axis. Lanes 2i and 2i + 1 are added, then their sums so,
+    until one is left; of a tile that is one row until LANES are, as many as a block has warps, of which no thread holds
+    two. Each of these steps has two terms. By ct.sum alone the compiler chooses how a thread adds what it holds, and
+    copies of a loop differ in that."""
+    LEFT = LANES if AXIS is None else 1
+    if LANES > 0 and tile.shape[-1] > LEFT:
+        tpairs = ct.reshape(tile, tile.shape[:-1] + (tile.shape[-1] // 2, 2))
+        total = sum_of_lanes(ct.sum(tpairs, axis=-1), AXIS, LANES)
     else:
         total = ct.sum(tile, axis=AXIS, keepdims=AXIS is not None)
     return total

@@ -166,10 +166,10 @@ def sum_with_team(ttotal, row, team):
 
 
 def normalize_rows(arrays, block, blocks, NUMBERS, SHAPE, HOW, team=()):
-    """The forward of a block, one of so many. HOW is (ENDS, LATENCY, ROUND_XHAT)."""
+    """The forward of a block, one of so many. HOW is (ENDS, LATENCY, ROUND_XHAT, LANES)."""
     y, rstd, x, weights, residual, bias = arrays
     inv_n, eps, offset = NUMBERS
-    ENDS, LATENCY, ROUND_XHAT = HOW
+    ENDS, LATENCY, ROUND_XHAT, LANES = HOW
     ROWS, _, PIECES, VECTOR = SHAPE
     SHIFTS, part = shifts_of(VECTOR, ENDS), member_of(team)
     first, n, m = block % SHIFTS, length_of_rows(x, VECTOR, ENDS), x.shape[0]
@@ -187,7 +187,7 @@ def normalize_rows(arrays, block, blocks, NUMBERS, SHAPE, HOW, team=()):
         if len(residual) > 0:
             tresidual = load_inner(residual[0], where, LATENCY) + tahead[1:]
         tx = row_as_float32(with_residual(tstored, tresidual, residual, store_rows, where))
-        total = sum_with_team(sum_of_products(tx, tx, PIECES, AXIS=1), step * SHIFTS + first, team)
+        total = sum_with_team(sum_of_products(tx, tx, PIECES, 1, LANES), step * SHIFTS + first, team)
         trstd = rstd_of(total, inv_n, eps)
         ct.scatter(rstd, where[0] + first, trstd, mask=where[1] & (part == 0), check_bounds=False)
         store_rows(y, where, scaled(xhat_of(tx, trstd, dtype, ROUND_XHAT), tscale, tbias))
@@ -196,10 +196,10 @@ def normalize_rows(arrays, block, blocks, NUMBERS, SHAPE, HOW, team=()):
 
 def gradients_of_rows(arrays, partials, block, blocks, NUMBERS, SHAPE, HOW, team=()):
     """The backward of a block, one of so many; it writes row `block` of `partials`, dw_partial and () or (db_partial,).
-    HOW is (ENDS, LATENCY, HAS_DW, ROUND_XHAT)."""
+    HOW is (ENDS, LATENCY, HAS_DW, ROUND_XHAT, LANES)."""
     dx, dy, x, weights, rstd, d_residual_out, d_residual = arrays
     inv_n, offset = NUMBERS
-    ENDS, LATENCY, HAS_DW, ROUND_XHAT = HOW
+    ENDS, LATENCY, HAS_DW, ROUND_XHAT, LANES = HOW
     ROWS, WIDTH, PIECES, VECTOR = SHAPE
     SHIFTS = shifts_of(VECTOR, ENDS)
     first, n, m = block % SHIFTS, length_of_rows(x, VECTOR, ENDS), x.shape[0]
@@ -223,7 +223,7 @@ def gradients_of_rows(arrays, partials, block, blocks, NUMBERS, SHAPE, HOW, team
             td_residual_out = load_inner(d_residual_out[0], where, LATENCY) + tahead[2:]
 
         th, tg = h_and_g(tdy, trstd, tscale)
-        total = sum_with_team(sum_of_products(tx, tg, PIECES, AXIS=1), step * SHIFTS + first, team)
+        total = sum_with_team(sum_of_products(tx, tg, PIECES, 1, LANES), step * SHIFTS + first, team)
         td = gradient(tx, factor_of_x(total * inv_n, trstd), tg)
         store_gradients(store_rows, where, dx, d_residual, td, td_residual_out)
         tdw = added(tdw, terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT))
@@ -250,11 +250,12 @@ def forward_unaligned(
     LATENCY: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
+    LANES: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: a multiple of VECTOR where there are ENDS."""
     wait_and_signal(DEPENDENT)
-    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT)
+    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, LANES)
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
     normalize_rows(arrays, ct.bid(0), ct.num_blocks(0), (inv_n, eps, offset), SHAPE, HOW)
 
@@ -279,12 +280,13 @@ def forward_unaligned_team(
     SLOTS: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
+    LANES: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: MEMBERS times what forward_unaligned has. The first member of a team has a row's ends."""
     wait_and_signal(DEPENDENT)
     block, team = join_team(board, MEMBERS, SLOTS)
-    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT)
+    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, LANES)
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
     normalize_rows(arrays, block, ct.num_blocks(0) // MEMBERS, (inv_n, eps, offset), SHAPE, HOW, team)
 
@@ -310,11 +312,12 @@ def backward_unaligned(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
+    LANES: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,), a multiple of VECTOR where there are ENDS."""
     wait_and_signal(DEPENDENT)
-    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT)
+    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT, LANES)
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
     partials, blocks, NUMBERS = (dw_partial, db_partial), ct.num_blocks(0), (inv_n, offset)
     gradients_of_rows(arrays, partials, ct.bid(0), blocks, NUMBERS, SHAPE, HOW)
@@ -342,12 +345,13 @@ def backward_unaligned_team(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
+    LANES: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P * MEMBERS,). The first member of a team has a row's ends."""
     wait_and_signal(DEPENDENT)
     block, team = join_team(board, MEMBERS, SLOTS)
-    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT)
+    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT, LANES)
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
     blocks, NUMBERS = ct.num_blocks(0) // MEMBERS, (inv_n, offset)
     gradients_of_rows(arrays, (dw_partial, ()), block, blocks, NUMBERS, SHAPE, HOW, team)

@@ -53,6 +53,7 @@ class Plan:
             "ADDS": int(self.adds),
             "PER_HEAD": problem.form.per_head,
             "ROUND_XHAT": problem.casting == "llama",
+            "LANES": step.warps if problem.policy.any_batch else 0,
             # Programmatic dependent launch came with Hopper: the next kernel's blocks start while the last of this run.
             "DEPENDENT": problem.device.architecture >= 90,
         }

@@ -51,7 +51,7 @@ class RopeProblem(NamedTuple):
     casting: str
     rounding: str
     architecture: int
-    pairwise: bool = False  # heads are added pair by pair, in one order
+    in_pairs: bool = False  # heads are added pair by pair, in one order
 
     @property
     def divisor(self) -> int:
@@ -316,7 +316,7 @@ class RopePlan(NamedTuple):
             "HALF": problem.rotary_dim // 2,
             "INTERLEAVED": problem.interleaved,
             "FULL_TABLES": problem.has_full_tables,
-            "PAIRWISE": problem.pairwise,
+            "LANES": int(problem.in_pairs),
             "ROUND_XHAT": problem.casting == "llama",
             "ROUND_N": problem.rounding != "end",
             "ROUND_EACH": problem.rounding == "each",

@@ -18,8 +18,6 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID_Y
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardMeans,
-    BackwardPipelined,
-    BackwardPipelinedTeam,
     BackwardReread,
     BackwardRows,
     BackwardStrips,
@@ -326,35 +324,6 @@ def _reread(problem: Problem) -> Variant:
     """dx alone: read twice, the second time from L2."""
     latency, has_tma = 4 if problem.itemsize == 2 else 3, problem.device.architecture >= 90
     return BackwardReread(width=4096, warps=4, occupancy=2, latency=latency, tma=has_tma)
-
-
-def in_one_order(first: Variant, problem: Problem) -> Variant:
-    """Return a variant whose machine code, of sm_90, adds a row in one order (tests/machine_code/test_one_order.py),
-    given the one for many rows. tileiras 13.4 makes copies of loops that load rows ahead, and of those where a thread
-    holds 32 elements of a row: a copy may add them otherwise, and a tile its rows. So TMA brings rows ahead. Beside a
-    residual or a float32 weight rows of more than 12288 columns fill the registers."""
-    n, form = problem.n, problem.form
-    one_row: dict[str, Any] = {"rows": 1}
-    if isinstance(first, (ForwardUnaligned, BackwardUnaligned)) and first.width * first.pieces >= 1024:
-        if isinstance(first, BackwardUnaligned):
-            return dataclasses.replace(first, **one_row, latency=1)
-        return _forward(n, problem.device.architecture) if form.residual or form.bias else first
-    if isinstance(first, BackwardPipelinedTeam) and first.warps == 4:
-        return dataclasses.replace(first, **{"rstd_ahead": False})
-    if isinstance(first, BackwardTiles) and form.d_residual and first.width >= 2048:
-        # the two rows of a tile of 1536 columns were added in different orders
-        first = dataclasses.replace(first, **one_row)
-    is_wide = isinstance(first, BackwardTiles) and first.width >= 32 * 32 * first.warps
-    if problem.op == "forward" or not (is_wide or isinstance(first, BackwardRows)):
-        return first
-    if not problem.is_aligned or problem.device.architecture < 90:  # without TMA none ahead
-        return dataclasses.replace(first, **{"latency": 1})
-    is_full = n > 12288 and (form.residual or problem.is_beside_float32)
-    if is_full and problem.itemsize == 4:
-        return _strips(problem) if problem.op == "backward" else _reread(problem)
-    width = 4096 if is_full else 2048 if n > 8192 else 1024
-    blocks, pieces = 2 if n <= 4096 else 1, -(-n // width)
-    return BackwardPipelined(width=width, warps=8, occupancy=blocks, latency=4, pieces=pieces, packed=is_full)
 
 
 def own_partials(problem: Problem, first: Variant) -> Variant:

@@ -66,7 +66,6 @@ def _for_any_batch(problem: Problem, tables: Tables) -> Choice:
         size="large", device=device._replace(most_members=MOST_MEMBERS), policy=policy._replace(sm_margin=0)
     )
     choice = choose(asked, Tables(rules=tables.rules))
-    choice = choice._replace(first=rules.in_one_order(choice.first, problem))
     if choice.first.members > problem.most_members:
         raise ValueError(
             f"reproducible: expected SMs for teams of {choice.first.members} blocks, {LAUNCHES_AT_ONCE} for each, or"
