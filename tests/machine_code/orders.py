@@ -70,11 +70,11 @@ def sums_of_rows(code: list[str], in_chunks: bool = False) -> set[Sum]:
 
 
 def differing(sums: Iterable[Sum]) -> list[list[Sum]]:
-    """Return the sums that differ though they have as many additions. Without additions they may be those of lanes, of
-    warps and of a team, and have as many shuffles."""
+    """Return the sums that differ though they have as many additions: those of lanes apart from those of one thread, of
+    what warps left. Without additions they may be those of lanes, of warps and of a team, and have as many shuffles."""
     alike: dict[tuple[int, int], set[Sum]] = defaultdict(set)
     for each in sums:
-        alike[each.additions, 0 if each.additions else len(each.shuffles)].add(each)
+        alike[each.additions, min(1, len(each.shuffles)) if each.additions else len(each.shuffles)].add(each)
     return [sorted(found) for found in alike.values() if len(found) > 1]
 
 

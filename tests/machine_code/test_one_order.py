@@ -161,7 +161,7 @@ TWO_ORDERS = [
 @pytest.mark.parametrize(("op", "variant", "n"), TWO_ORDERS)
 def test_two_orders_are_seen(op, variant, n, tmp_path):
     """By ct.sum alone rows of such kernels had other bits at other places, on an H200. Pair by pair there is one."""
-    for policy, has_two in ((Policy(), True), (Policy(any_batch=True), False)):
+    for policy, has_two in ((Policy(), True), (Policy(is_batch_invariant=True), False)):
         code = code_of_call(tmp_path, op, variant, n, BF16, BF16, policy=policy)[variant.kernel]
         assert bool(differing(sums_of_rows(code))) is has_two
 

@@ -33,7 +33,10 @@ FORMS = (PLAIN, Form(residual=True), Form(bias=True), Form(True, True), Form(Tru
 FORMS += (Form(heads=8, per_head=True), Form(residual=True, narrowest=2))
 WIDTHS = (1, 7, 64, 211, 1000, 1024, 2051, 3001, 4096, 5120, 8192, 13790, 16384, 20480, 28672, 65536)
 SM_COUNTS = (16, 78, 132, 148)
-ANY_BATCH, ANY_GPU = {"any_batch": True}, {"any_batch": True, "any_gpu": True}
+BATCH_INVARIANT, DEVICE_INVARIANT = (
+    {"is_batch_invariant": True},
+    {"is_batch_invariant": True, "is_device_invariant": True},
+)
 H100, H200 = (planning.device(target=each) for each in (planning.H100, planning.H200))
 
 
@@ -53,7 +56,7 @@ def test_one_variant_for_any_batch_and_gpu(n, form):
             continue
         found = set()
         gpus = [*map(gpu, SM_COUNTS), *(gpu(count, H100) for count in SM_COUNTS)]
-        for device, size, level in itertools.product(gpus, SIZES, (ANY_BATCH, ANY_GPU)):
+        for device, size, level in itertools.product(gpus, SIZES, (BATCH_INVARIANT, DEVICE_INVARIANT)):
             policy = Policy(**level)
             asked = Problem(op, n, dtype, dtype, size, device, policy=policy, form=form_named(form))
             try:
@@ -66,7 +69,9 @@ def test_one_variant_for_any_batch_and_gpu(n, form):
 
 @pytest.mark.parametrize("n", WIDTHS)
 def test_a_margin_leaves_the_variant_or_too_few_sms(n):
-    whole = Problem("backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(any_batch=True))
+    whole = Problem(
+        "backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(is_batch_invariant=True)
+    )
     for margin in (1, 13, 64):
         less = whole._replace(policy=whole.policy._replace(sm_margin=margin))
         try:
@@ -78,7 +83,7 @@ def test_a_margin_leaves_the_variant_or_too_few_sms(n):
 @pytest.mark.parametrize("n", WIDTHS)
 def test_rows_behind_the_others_change_no_walk(n):
     """P is the same on any GPU. It grows by rows that have walks of their own, until it is as large as it gets."""
-    asked = Problem("backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(**ANY_GPU))
+    asked = Problem("backward", n, "bfloat16", "bfloat16", "large", H200, policy=Policy(**DEVICE_INVARIANT))
     plans = [select(asked._replace(device=gpu(count)), tables_of(90, None, None)) for count in (132, 148)]
     rows = (1, 2, 15, 100, 1000, 5000, 40000, 10**6)
     counts = [[plan.sizes(m).partial_rows for m in rows] for plan in plans]
@@ -92,13 +97,19 @@ def test_rows_behind_the_others_change_no_walk(n):
 
 def test_without_teams_wide_rows_have_one_block():
     asked = Problem(
-        "backward", 65536, "bfloat16", "bfloat16", "large", gpu(16), policy=Policy(False, any_batch=True)
+        "backward",
+        65536,
+        "bfloat16",
+        "bfloat16",
+        "large",
+        gpu(16),
+        policy=Policy(False, is_batch_invariant=True),
     )
     assert first_of(asked).members == 1
     with pytest.raises(
         ValueError, match=r"expected SMs for teams of \d+ blocks.*set_teams\(False\).*got 16 SMs"
     ):
-        first_of(asked._replace(policy=Policy(any_batch=True)))
+        first_of(asked._replace(policy=Policy(is_batch_invariant=True)))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -118,7 +129,7 @@ def test_a_plan_serves_its_problem_and_is_that_of_any_number_of_rows(form, op, a
                     "large",
                     weight,
                     planning.device(architecture),
-                    policy=Policy(any_batch=True),
+                    policy=Policy(is_batch_invariant=True),
                     form=form,
                 )
                 if not is_fused(asked):

@@ -15,8 +15,8 @@ from typing import Any
 from tilegym_rmsnorm.backends import around_kernels, around_rope
 from tilegym_rmsnorm.backends.contract import binding
 from tilegym_rmsnorm.backends.cutile.host import norm, rope
-from tilegym_rmsnorm.backends.cutile.host.alike import bind_alike
-from tilegym_rmsnorm.backends.cutile.host.alike_rope import bind_alike_rope
+from tilegym_rmsnorm.backends.cutile.host.arrange import bind_arranged
+from tilegym_rmsnorm.backends.cutile.host.arrange_rope import bind_arranged_rope
 from tilegym_rmsnorm.backends.cutile.host.launcher import Description, bind
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.backends.registry import register_impl
@@ -35,7 +35,7 @@ def _registered(op: Any, kernels: Description, compose: Callable[..., Any]) -> A
             return arrange(arranged_call, spec, tensors, *wanted)
         return bind_call(spec, tensors, *wanted)
 
-    arrange = bind_alike if op in NORM_OPS else bind_alike_rope
+    arrange = bind_arranged if op in NORM_OPS else bind_arranged_rope
     arranged_call = binding(bind_call)
     bind_by_level.__name__ = bind_by_level.__qualname__ = op
     return register_impl(op, "cutile")(binding(bind_by_level))

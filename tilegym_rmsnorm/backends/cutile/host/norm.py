@@ -148,7 +148,7 @@ def _takes(run: Launcher, m: int, lead: tuple[int, int, int] | None, *rows: Tens
     form = run.plan.problem.form
     tiled = m if lead is None else run.plan.first.tiled_rows(lead)
     if tiled > run.plan.most_rows and (form.residual or form.bias or form.heads):
-        if run.plan.problem.policy.any_batch:
+        if run.plan.problem.policy.is_batch_invariant:
             raise ValueError(
                 f"reproducible: expected at most {run.plan.most_rows} rows of such a call, got {m}"
             )

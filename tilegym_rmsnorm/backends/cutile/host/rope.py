@@ -56,7 +56,7 @@ from tilegym_rmsnorm.reproducibility import DEVICE
 
 def problem_of(machine: Machine, spec: RopeSpec, tensors: Any, *_: RopeWanted) -> RopeProblem | None:
     """Return the problem of a forward or a backward; None where no kernel takes it. Under a level neither T, B nor
-    strides decide that, and alike_rope.py arranged the call."""
+    strides decide that, and arrange_rope.py arranged the call."""
     *dys, q, k, q_weight, k_weight, cos, sin, positions = tensors[:OF_BACKWARD]
     rows = [each for each in (q, k, *dys) if each is not None]
     arrays = (*rows, cos, sin)

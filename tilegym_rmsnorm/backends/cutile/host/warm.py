@@ -41,7 +41,7 @@ Lead = tuple[int, ...]  # (M,), or B, T and H
 def warm(device: torch.device, calls: Any) -> None:
     """Launch every kernel of the forward and of the backward of such calls, on arrays that hold anything."""
     if isinstance(calls, Calls) and calls.spec.reproducible and not calls.per_head:
-        calls = calls._replace(heads=0)  # alike.py makes rows of them
+        calls = calls._replace(heads=0)  # arrange.py makes rows of them
     forward, backward = (getattr(launch, name) for name in calls.spec.ops)
     for lead in calls.leads(device):
         forward(calls.spec, calls.forward(device, lead))

@@ -53,7 +53,7 @@ class Plan:
             "ADDS": int(self.adds),
             "PER_HEAD": problem.form.per_head,
             "ROUND_XHAT": problem.casting == "llama",
-            "LANES": step.warps if problem.policy.any_batch else 0,
+            "LANES": step.warps if problem.policy.is_batch_invariant else 0,
             # Programmatic dependent launch came with Hopper: the next kernel's blocks start while the last of this run.
             "DEPENDENT": problem.device.architecture >= 90,
         }
@@ -85,7 +85,7 @@ class Plan:
         shares = first.tiles_of_heads(self.problem.form.heads) if self.problem.form.per_head else 1
         if self.has_own_partials:
             p = m
-        elif self.problem.policy.any_gpu and self.problem.op == "backward":
+        elif self.problem.policy.is_device_invariant and self.problem.op == "backward":
             p = first.fixed_partial_rows(m, n, shares)
         else:
             p = first.partial_rows(max(1, m), n, sm_count, shares)

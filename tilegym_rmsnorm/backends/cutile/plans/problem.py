@@ -38,13 +38,13 @@ class Device(NamedTuple):
 
 class Policy(NamedTuple):
     """The user's limits on plans. teams: allow kernels whose blocks wait for each other. sm_margin: SMs that walks
-    leave free, fewer than the device has. any_batch: neither M nor the GPU's SMs decide how a row is added. any_gpu:
-    nor how many blocks share the rows (reproducibility.py)."""
+    leave free, fewer than the device has. is_batch_invariant: neither M nor the GPU's SMs decide how a row is added.
+    is_device_invariant: nor how many blocks share the rows (reproducibility.py)."""
 
     teams: bool = True
     sm_margin: int = 0
-    any_batch: bool = False
-    any_gpu: bool = False
+    is_batch_invariant: bool = False
+    is_device_invariant: bool = False
 
 
 class Form(NamedTuple):

@@ -183,7 +183,7 @@ def is_unaligned(problem: Problem) -> bool:
     if problem.device.architecture != 90 and n > (1024 if form.bias else WIDEST_UNALIGNED_ROW):
         return False  # registers spill; and teams were timed on Hopper alone
     itemsize, is_forward = problem.narrowest_itemsize, problem.op == "forward"
-    if problem.policy.any_batch and n % _vector(problem):
+    if problem.policy.is_batch_invariant and n % _vector(problem):
         return False  # where a row begins would decide which lane has a column
     if n > WIDEST_UNALIGNED_BLOCK:
         return n <= widest and itemsize == 2 and (form.residual or is_forward and n > WIDEST_BACKWARD_ROW)

@@ -15,7 +15,7 @@ from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm import reproducible  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host.alike import bind_alike  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host.arrange import bind_arranged  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.host.norm import backward_plan  # noqa: E402
 
 N = 64
@@ -65,7 +65,7 @@ def test_kernels_get_arrays_that_are_like_packed_ones(shape, layout, heads):
         ((x, other, weight, rstd, None), (Wanted(BF16, dw=FP32),)),
     ):
         kernel = Kernel()
-        results = bind_alike(kernel, spec, tensors, *wanted)(tensors)
+        results = bind_arranged(kernel, spec, tensors, *wanted)(tensors)
         is_lone = m == max(1, heads)
         expected = (1, max(2, m // heads), heads, N) if heads else (max(2, m), N)
         got = [each for each in kernel.got if each is not None]
@@ -92,7 +92,7 @@ def test_kernels_get_arrays_that_are_like_packed_ones(shape, layout, heads):
 def got_rows(x: Tensor, heads: int) -> Tensor:
     """Return the rows of x as the kernel of a forward gets them, beside weights of heads."""
     kernel, tensors = Kernel(), (x, torch.rand(heads, x.shape[-1]), None, None)
-    bind_alike(kernel, Spec(x.shape[-1], 0.0, 0.0, "once"), tensors)(tensors)
+    bind_arranged(kernel, Spec(x.shape[-1], 0.0, 0.0, "once"), tensors)(tensors)
     return kernel.got[0]
 
 

@@ -21,7 +21,7 @@ ROWS, VECTOR, RSTD = "rows", "vector", "rstd"
 FORWARD, BACKWARD = (ROWS, VECTOR, VECTOR, ROWS), (ROWS, ROWS, VECTOR, RSTD, ROWS)  # as in ops/norm/spec.py
 
 
-def bind_alike(function: Any, spec: Any, tensors: Any, *wanted: Any) -> Callable[[Any], Any]:
+def bind_arranged(function: Any, spec: Any, tensors: Any, *wanted: Any) -> Callable[[Any], Any]:
     """Bind the function of a backend for tensors like these. Its results are new, contiguous, and of the call's
     shapes."""
     kinds = BACKWARD if wanted else FORWARD
@@ -49,14 +49,14 @@ def _view(tensor: Tensor, kind: str, shape: tuple[int, ...], is_lone: bool) -> V
         return lambda each: _with_zeros(each).view(shape if kind == ROWS else -1)
     if kind != ROWS:
         return None if tensor.data_ptr() & 15 == 0 else packed
-    if not are_alike(tensor):
+    if not is_like_packed(tensor):
         return lambda rows: packed(rows).view(shape)
     if tensor.shape == shape:
         return None
     return lambda rows: packed(rows).view(shape) if not rows.is_contiguous() else rows.view(-1).view(shape)
 
 
-def are_alike(rows: Tensor) -> bool:
+def is_like_packed(rows: Tensor) -> bool:
     """Whether cuda-tile knows as much of an array of rows as of a packed one at a multiple of 16 bytes."""
     wholes = [stride * rows.itemsize & 15 == 0 for stride in rows.stride()]
     of_packed = [stride * rows.itemsize & 15 == 0 for stride in strides_of_packed(rows.shape)]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Arrange the tensors of a call of `qk_norm_rope` under a level of reproducibility (alike.py): rows are like packed
+"""Arrange the tensors of a call of `qk_norm_rope` under a level of reproducibility (arrange.py): rows are like packed
 ones or copied, and sequences of one step become the steps of one sequence, which take the tiles of all others."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.cutile.host.alike import are_alike
+from tilegym_rmsnorm.backends.cutile.host.arrange import is_like_packed
 from tilegym_rmsnorm.call.layout import View, arranged, in_shape_of, packed
 from tilegym_rmsnorm.ops.rope.spec import OF_BACKWARD
 
 
-def bind_alike_rope(function: Any, spec: Any, tensors: Any, *wanted: Any) -> Callable[[Any], Any]:
+def bind_arranged_rope(function: Any, spec: Any, tensors: Any, *wanted: Any) -> Callable[[Any], Any]:
     """Bind the function of a backend for tensors like these. Its results are new, contiguous, and of the call's
     shapes."""
     *rows, q_weight, k_weight, cos, sin, positions = tensors[:OF_BACKWARD]
@@ -43,7 +43,7 @@ def _in_shapes_of_rows(tensors: Any, results: Any) -> Any:
 def _of_rows(rows: Tensor | None, is_turned: bool) -> View:
     if rows is None:
         return None
-    if not are_alike(rows.transpose(0, 1) if is_turned else rows):
+    if not is_like_packed(rows.transpose(0, 1) if is_turned else rows):
         return (lambda rows: packed(rows).transpose(0, 1).contiguous()) if is_turned else packed
     return (lambda rows: rows.transpose(0, 1)) if is_turned else None
 
@@ -54,7 +54,7 @@ def _at_16_bytes(tensor: Tensor | None) -> View:
 
 def _of_table(table: Tensor, count: int | None) -> View:
     """count: rows that one row of the table stands for."""
-    if not are_alike(table if count is None else table.expand(count, -1)):
+    if not is_like_packed(table if count is None else table.expand(count, -1)):
         return packed if count is None else lambda table: packed(table.expand(count, -1))
     return None if count is None else lambda table: table.expand(count, -1)
 
