@@ -1,29 +1,26 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Levels of reproducibility on a GPU: each row of a batch has the bits that it has alone, at every position; dw has the
-same bits however many SMs there are, and with padding behind the rows.
+"""Levels of reproducibility on a GPU: each row of a batch has the bits that it has alone, at every position, wherever
+it lies and however it is called; dw has the same bits however many SMs there are, and with padding behind the rows.
 
     python3 -m pytest tests/gpu/test_gpu_levels.py                    a case for each kernel
     python3 -m pytest tests/gpu/test_gpu_levels.py --every-config     all widths, dtypes and forms
 """
 
-from typing import NamedTuple
-
+import level_rows
+import level_sums
 import pytest
 import torch
 from helpers import BF16, DEVICE, FP16, FP32, every_config
-from torch import Tensor
+from level_rows import FORMS, Case, Pool, differing, placed
 
-from tilegym_rmsnorm import qk_norm_rope, reproducible, rms_norm, rms_norm_forward
-from tilegym_rmsnorm.routes import known_calls
+from tilegym_rmsnorm import qk_norm_rope, reproducible, rms_norm
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 POOL = 48  # rows, each of which is run alone
-ROWS = (2, 3, 16, 255, 256, 257, 1000, 1024, 1025, 4096, 30000, 131072)
-MOST = 2**27  # elements of x
-INTEGERS = {2: torch.int16, 4: torch.int32}
+ROWS = (1, 2, 3, 16, 255, 256, 257, 1000, 1024, 1025, 4096, 30000, 131072)
 EVERY_WIDTH = [
     int(each)
     for each in (
@@ -32,27 +29,12 @@ EVERY_WIDTH = [
         "18432 20480 24576 28672 32768 40000 65536 "
     ).split()
 ]
-FORMS = (
-    "plain", "float32 weight", "no weight", "llama", "residual",
-    "bias", "heads", "frozen", "strided", "unaligned",
-)  # fmt: skip
-
-
-class Case(NamedTuple):
-    n: int
-    dtype: torch.dtype = BF16
-    form: str = "plain"
-
-    def __str__(self) -> str:
-        return f"{self.n}-{str(self.dtype)[6:]}-{self.form.replace(' ', '-')}"
-
-
 EVERY_CASE = [
     Case(n, dtype, form)
     for n in EVERY_WIDTH
     for dtype in (BF16, FP16, FP32)
     for form in FORMS
-    if not (form == "heads" and n > 2048 or form == "float32 weight" and dtype == FP32)
+    if not ("heads" in form and n > 2048 or form == "float32 weight" and dtype == FP32)
 ]
 A_CASE_A_KERNEL = [
     *(
@@ -63,15 +45,11 @@ A_CASE_A_KERNEL = [
     *(Case(n, FP32) for n in (7, 693, 5120, 8192, 13790, 16384, 28672)),
     *(Case(n, BF16, "residual") for n in (100, 516, 1900, 2180, 2880, 4096, 7168, 8192, 9216, 16384, 20480)),
     *(Case(n, FP32, "residual") for n in (9216, 13790, 16384, 20480)),
-    *(
-        Case(n, BF16, form)
-        for form in ("float32 weight", "llama", "bias", "frozen")
-        for n in (1000, 4096, 8192, 28672)
-    ),
-    *(Case(n, BF16, form) for form in ("strided", "unaligned") for n in (1024, 3001, 4096, 20480)),
+    *(Case(n, BF16, form) for form in ("float32 weight", "llama", "bias") for n in (1000, 4096, 8192, 28672)),
     *(Case(n, dtype, "heads") for dtype in (BF16, FP32) for n in (64, 80, 128, 1024)),
+    *(Case(n, BF16, "one weight for heads") for n in (80, 128)),
+    *(Case(n, BF16, "broadcast dy") for n in (1024, 3001)),
 ]
-CASES = EVERY_CASE if every_config else A_CASE_A_KERNEL
 
 
 @pytest.fixture(autouse=True)
@@ -80,133 +58,85 @@ def kernels_alone(backend):
         pytest.skip("it has no kernels")
 
 
-class Pool:
-    """Rows, and what stands beside them."""
-
-    def __init__(self, case: Case) -> None:
-        n, dtype, form = case
-        heads = (6,) if form == "heads" else ()
-        self.case = case
-        self.x, self.dy, self.residual = (
-            torch.randn(POOL, *heads, n, device=DEVICE).to(dtype) for _ in range(3)
-        )
-        weight = torch.randn(*heads, n, device=DEVICE).to(FP32 if form == "float32 weight" else dtype)
-        self.weight = None if form == "no weight" else weight.requires_grad_()
-        self.bias = torch.randn(n, device=DEVICE).to(dtype).requires_grad_() if form == "bias" else None
-
-    def run(self, index: Tensor, backend: str) -> dict[str, Tensor]:
-        """Run the rows at these indices as one batch."""
-        form = self.case.form
-        x, dy = placed(self.x[index], form), placed(self.dy[index], form)
-        residual = placed(self.residual[index], form).requires_grad_() if form == "residual" else None
-        x.requires_grad_()
-        casting = "llama" if form == "llama" else "once"
-        out = rms_norm(
-            x, self.case.n, self.weight, bias=self.bias, residual=residual, casting=casting, backend=backend
-        )
-        wanted = [
-            each for each in (x, residual, self.weight, self.bias) if each is not None and each.requires_grad
-        ]
-        outs, dys = ([out], [dy]) if residual is None else (list(out), [dy, dy.flip(-1)])
-        found = torch.autograd.grad(outs, wanted, dys)
-        results = {"y": outs[0], "dx": found[0]} | ({} if residual is None else {"residual_out": outs[1]})
-        options = {"bias": self.bias, "residual": residual, "casting": casting, "backend": backend}
-        y, *_, rstd = rms_norm_forward(x, self.weight, **options)
-        results |= {"y without autograd": y, "rstd": rstd.view(*x.shape[:-1], 1)}
-        return {name: each.detach() for name, each in results.items()}
+def some_rows(case: Case) -> list[int]:
+    """Return those of ROWS that leave memory for other processes."""
+    size = case.n * case.dtype.itemsize * (level_rows.HEADS if "heads" in case.form else 1)
+    return [m for m in ROWS if m * size <= (2**29 if m <= 4096 else 2**28)]
 
 
-def placed(rows: Tensor, form: str) -> Tensor:
-    """Lay rows out in memory as the form says."""
-    if form == "strided":
-        wide = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + (16 if rows.shape[-1] % 16 == 0 else 5))
-        rows = wide[..., : rows.shape[-1]].copy_(rows)
-    elif form == "unaligned":
-        rows = rows.new_empty(rows.numel() + 1)[1:].view(rows.shape).copy_(rows)
-    return rows
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(INTEGERS[tensor.itemsize]).flatten(1)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EVERY_CASE if every_config else A_CASE_A_KERNEL, ids=str)
 def test_a_row_has_the_bits_that_it_has_alone(case, backend):
-    pool = Pool(case)
+    assert differing(Pool(case, backend, POOL), some_rows(case), 257) == []
+
+
+@pytest.mark.parametrize("way", [level_rows.compiled, level_rows.captured, level_rows.exported])
+@pytest.mark.parametrize("case", [Case(4096, BF16, "residual"), Case(128, BF16, "heads")], ids=str)
+def test_so_it_has_in_other_ways_to_call(case, way, backend, fresh_dynamo):
+    pool = Pool(case, backend, POOL)
+    run = way(pool)
+    for m in (1, 2, 257, 4096):
+        index = pool.index(m)
+        assert pool.differing(index, run(index)) == [], m
+
+
+OF_FROZEN = [
+    *(Case(n) for n in (7, 1024, 3001, 4096, 7168, 12288, 20480)),
+    *(Case(n, FP32) for n in (693, 5120, 16384)),
+    *(Case(n, BF16, "residual") for n in (2880, 9216)),
+    *(Case(4096, BF16, form) for form in ("float32 weight", "llama", "bias")),
+    Case(128, BF16, "heads"),
+]
+
+
+@pytest.mark.parametrize("case", EVERY_CASE if every_config else OF_FROZEN, ids=str)
+def test_a_frozen_weight_changes_no_bit(case, backend):
+    """Of dx, nor of d_residual: those of a trained one are `Pool.expected`."""
+    pool = Pool(case, backend, POOL)
     with reproducible("batch"):
-        alone = [pool.run(torch.tensor([i], device=DEVICE), backend) for i in range(POOL)]
-        expected = {name: torch.cat([each[name] for each in alone]) for name in alone[0]}
-        differing = []
-        if case.form == "frozen":  # from here on: dx is that of a trained weight
-            pool.weight.requires_grad_(False)
-        for m in ROWS:
-            if m * pool.x[0].numel() <= MOST:
-                index = torch.randint(POOL, (m,), device=DEVICE)
-                for name, each in pool.run(index, backend).items():
-                    count = int((bits(each) != bits(expected[name])[index]).any(1).sum())
-                    differing += [f"{count} of {m} rows of {name}"] if count else []
-    assert not differing
+        for m in (1, 257, 4096):
+            index = pool.index(m)
+            assert pool.differing(index, pool.run(index, is_frozen=True)) == [], m
 
 
-OF_DW = [Case(n, dtype) for n in (64, 1024, 4096, 7168, 20480) for dtype in (BF16, FP32)]
+OF_SUMS = [
+    *(
+        Case(n, dtype, form)
+        for form in ("plain", "residual", "bias")
+        for n in (64, 1024, 4096, 7168, 20480)
+        for dtype in (BF16, FP32)
+    ),
+    *(Case(n, dtype, "heads") for n in (64, 80, 1024) for dtype in (BF16, FP32)),
+    *(Case(n, dtype, "main_grad") for n in (1024, 4096, 20480) for dtype in (BF16, FP32)),
+]
 
 
-def gradients_of_vectors(pool: Pool, m: int, padding: int, backend: str) -> list[Tensor]:
-    """dw, and db if there is a bias, of m rows and rows behind them whose dy is zero."""
-    case, generator = pool.case, torch.Generator(DEVICE).manual_seed(m)
-    x, dy = (torch.randn(m, case.n, device=DEVICE, generator=generator).to(case.dtype) for _ in range(2))
-    x = torch.cat((x, torch.randn(padding, case.n, device=DEVICE).to(case.dtype))).requires_grad_()
-    dy = torch.cat((dy, dy.new_zeros(padding, case.n)))
-    residual = torch.zeros_like(x) if case.form == "residual" else None
-    out = rms_norm(x, case.n, pool.weight, bias=pool.bias, residual=residual, backend=backend)
-    vectors = [each for each in (pool.weight, pool.bias) if each is not None]
-    return list(torch.autograd.grad(out if residual is None else out[0], vectors, dy))
-
-
-def tell_sms(monkeypatch: pytest.MonkeyPatch, backend: str, count: int) -> None:
-    """Let a backend count so many SMs."""
-    known_calls.forget()
-    if backend == "triton":
-        from tilegym_rmsnorm.backends.triton import host
-
-        monkeypatch.setattr(host, "sm_count", lambda device: count)
-        return
-    from tilegym_rmsnorm.backends.cutile.host.launcher import launcher_of
-    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
-
-    launcher_of.cache_clear()
-    machine = machine_of(torch.device("cuda", torch.cuda.current_device()))
-    facts = machine.facts._replace(sm_count=count, most_members=max(1, count // 8))
-    monkeypatch.setattr(machine, "facts", facts)
-
-
-@pytest.mark.parametrize("case", OF_DW, ids=str)
-@pytest.mark.parametrize("form", ["plain", "residual", "bias"])
-def test_dw_depends_on_neither_padding_nor_the_number_of_sms(case, form, backend, monkeypatch):
-    if form == "bias" and case.n > 8192:
+@pytest.mark.usefixtures("marks_end")
+@pytest.mark.parametrize("case", OF_SUMS, ids=str)
+def test_dw_depends_on_neither_padding_nor_the_number_of_sms(case, backend):
+    if backend == "cutile" and case.form == "bias" and case.n > 8192:
         pytest.skip("PyTorch's operations sum db of such rows")
-    pool, expected = Pool(case._replace(form=form)), {}
-    with reproducible("device"):
-        for m in (1, 100, 3000):
-            expected[m] = gradients_of_vectors(pool, m, 0, backend)
-            for padding in (1, 77, 5000):
-                found = gradients_of_vectors(pool, m, padding, backend)
-                assert all(map(torch.equal, found, expected[m]))
-        for count in (16, 78, 132, 148):
-            with monkeypatch.context() as patched:
-                tell_sms(patched, backend, count)
-                if backend == "cutile" and case.n == 20480 and count < 8 * 5:
-                    with pytest.raises(ValueError, match="teams of 5 blocks"):
-                        gradients_of_vectors(pool, 100, 0, backend)
-                    continue
-                for m, each in expected.items():
-                    assert all(map(torch.equal, gradients_of_vectors(pool, m, 0, backend), each))
-    tell_sms(monkeypatch, backend, torch.cuda.get_device_properties(0).multi_processor_count)
+    run = level_sums.of_norm(case, backend)
+    teams = (
+        8 * 5 if backend == "cutile" and case.n == 20480 else 1
+    )  # of 5 blocks, of which 8 have to have place
+    level_sums.assert_sums_are_alike(run, backend, (1, 100, 3000), (1, 77, 5000), teams)
 
 
-@pytest.mark.parametrize("head, rotary", [(64, 64), (128, 128), (128, 64), (256, 256)])
+SIZES_OF_ROPE = [(64, 64), (128, 128), (128, 64), (256, 256)]  # of a head, and what of it is rotated
+
+
+@pytest.mark.usefixtures("marks_end")
+@pytest.mark.parametrize("kind", level_sums.KINDS_OF_ROPE)
+@pytest.mark.parametrize("head, rotary", SIZES_OF_ROPE)
+def test_so_do_those_of_rope(head, rotary, kind, backend):
+    run = level_sums.of_rope(head, rotary, kind, backend)
+    level_sums.assert_sums_are_alike(run, backend, (1, 100, 3000), (1, 77, 5000))
+
+
+@pytest.mark.parametrize("head, rotary", SIZES_OF_ROPE)
 def test_rope(head, rotary, backend):
-    """One token alone, and in batches of any B and T."""
+    """One token alone, and in batches of any B and T, wherever q, k and their gradients lie; on cutile also beside
+    frozen weights."""
     q, k = (
         torch.randn(6, 40, 8, head, device=DEVICE, dtype=BF16),
         torch.randn(6, 40, 2, head, device=DEVICE, dtype=BF16),
@@ -216,10 +146,12 @@ def test_rope(head, rotary, backend):
     angles = torch.randn(40, rotary // 2, device=DEVICE)
     cos, sin = (each.to(BF16).repeat(1, 2) for each in (angles.cos(), angles.sin()))
 
-    def run(b, t):
-        given = [each[b, t].clone().requires_grad_() for each in (q, k)]
-        out = qk_norm_rope(*given, *weights, cos[t], sin[t], rotary_dim=rotary, backend=backend)
-        return *out, *torch.autograd.grad(out, given, [dq[b, t], dk[b, t]])
+    def run(b, t, memory="packed", trained=weights):
+        q_part, k_part, *dys = (placed(each[b, t].contiguous(), memory) for each in (q, k, dq, dk))
+        given = [each.detach().requires_grad_() for each in (q_part, k_part)]
+        own = weights if trained else [each.detach() for each in weights]
+        out = qk_norm_rope(*given, *own, cos[t], sin[t], rotary_dim=rotary, backend=backend)
+        return *out, *torch.autograd.grad(out, [*given, *trained], dys)[:2]
 
     with reproducible("batch"):
         whole = run(slice(None), slice(None))
@@ -229,8 +161,10 @@ def test_rope(head, rotary, backend):
             (slice(None), slice(7, 8)),
             (slice(1, 4), slice(3, 20)),
         ):
-            for one, every in zip(run(b, t), whole, strict=True):
-                assert torch.equal(one, every[b, t])
+            ways = [(memory, weights) for memory in ("packed", *level_rows.MEMORIES)]
+            for way in [*ways, ("packed", [])] if backend == "cutile" else ways:
+                for one, every in zip(run(b, t, *way), whole, strict=True):
+                    assert torch.equal(one, every[b, t]), way
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -244,9 +178,18 @@ def test_vllms_bits(n, dtype, backend):
     x, residual = (torch.randn(1003, n, device=DEVICE).to(dtype) for _ in range(2))
     weight = torch.randn(n, device=DEVICE).to(dtype)
     with reproducible(order="vllm"):
-        for rows in (x, placed(x, "strided"), placed(x, "unaligned")):
+        for rows in (x, placed(x, "gaps"), placed(x, "odd gaps"), placed(x, "unaligned")):
             y = rms_norm(rows, n, weight, 1e-6, backend=backend)
             assert torch.equal(y, vllm_kernel.rms_norm(x, weight, 1e-6))
         y, total = rms_norm(x, n, weight, 1e-6, residual=residual, backend=backend)
     assert torch.equal(total, x + residual)
     assert torch.equal(y, vllm_kernel.rms_norm(total, weight, 1e-6))
+
+
+@pytest.mark.parametrize(
+    "case", [Case(72), Case(1024, FP16), Case(4096, BF16, "residual"), Case(18432, FP32)], ids=str
+)
+def test_vllms_order_is_one_for_all_batches(case, backend):
+    if backend != "triton":
+        pytest.skip("Triton alone has that order")
+    assert differing(Pool(case, backend, POOL, "vllm"), some_rows(case), 257) == []
