@@ -7,7 +7,6 @@ in a batch of 64, from the same inputs, and in the first calls of a process."""
 import pytest
 import torch
 from helpers import BF16, DEVICE, FP32
-from processes import run_script
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 import model_rows
@@ -33,21 +32,11 @@ def setup(request, backend):
 
 @pytest.mark.parametrize("has_grad", [True, False], ids=["training", "no_grad"])
 def test_a_prompt_alone_has_the_bits_that_it_has_in_a_batch(setup, has_grad):
-    model = setup.built()
     with torch.set_grad_enabled(has_grad):
-        for place in PLACES:
-            in_batch = model_rows.run(model, setup.in_batch(BATCH, place))
-            assert {each.name for each in in_batch} == {"compute", "_run", "qk_norm_rope"}
-            expected = model_rows.of_prompt(in_batch, place)
-            for _ in range(2):  # by all checks, then known
-                calls = model_rows.run(model, setup.alone(), expected)
-                assert model_rows.differing(calls, expected) == []
+        model_rows.check(setup, BATCH, PLACES)
 
 
 def test_so_it_has_in_the_first_calls_of_a_process(setup, tmp_path):
     """With nothing compiled before."""
-    expected = model_rows.of_prompt(model_rows.run(setup.built(), setup.in_batch(BATCH, 37)), 37)
-    model_rows.save(setup, expected, tmp_path / "calls.pt")
     caches = {name: str(tmp_path / name) for name in ("CUDA_TILE_CACHE_DIR", "TRITON_CACHE_DIR")}
-    done = run_script(model_rows.__file__, tmp_path / "calls.pt", **caches)
-    assert done.returncode == 0 and done.stdout == "passed 7\n", done.stdout + done.stderr[-3000:]
+    model_rows.check_first_calls(setup, BATCH, PLACES[-1], tmp_path, **caches)

@@ -9,13 +9,15 @@ python3 model_rows.py FILE    the prompt alone, first in this process, against w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hf_models import SIZES, VOCABULARY, spread
+from processes import run_script
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import patch_model, reproducible
@@ -25,6 +27,8 @@ from tilegym_rmsnorm.reproducibility import LevelName
 INTEGERS = {2: torch.int16, 4: torch.int32}
 # What computes the norms of a patched model, and which of its arguments are rows. Of `_run` the calls with a residual.
 FUNCTIONS = ((norms, "compute", (1,)), (norms, "_run", (0, 1)), (folding, "qk_norm_rope", (0, 1)))
+# How often: before each layer and after all; with a residual; of q and k.
+KINDS = {"compute": 3, "_run": 2, "qk_norm_rope": 2}
 
 
 class Call(NamedTuple):
@@ -123,8 +127,26 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(INTEGERS[tensor.itemsize])
 
 
-def save(setup: Setup, expected: list[Call], path: Path) -> None:
+def check(setup: Setup, size: int, places: Iterable[int]) -> None:
+    """A prompt alone has the bits that it has at these places of a batch."""
+    model = setup.built()
+    for place in places:
+        in_batch = run(model, setup.in_batch(size, place))
+        assert Counter(each.name for each in in_batch) == KINDS
+        expected = of_prompt(in_batch, place)
+        for _ in range(2):  # by all checks, then known
+            assert differing(run(model, setup.alone(), expected), expected) == []
+
+
+def check_first_calls(setup: Setup, size: int, place: int, folder: Path, **environment: str) -> None:
+    """So it has as the first that a process runs."""
+    expected = of_prompt(run(setup.built(), setup.in_batch(size, place)), place)
+    path = folder / "calls.pt"
     torch.save({"setup": tuple(setup), "calls": [tuple(each) for each in expected]}, path)
+    done = run_script(__file__, path, **environment)
+    assert done.returncode == 0 and done.stdout == f"passed {sum(KINDS.values())}\n", (
+        done.stdout + done.stderr[-3000:]
+    )
 
 
 def main(path: str) -> None:

@@ -4,22 +4,17 @@
 """A patched Qwen3 under `reproducible("batch")`, by the kernels' interpreters: its norms compute for a prompt alone
 what they compute for it in a batch of 8, from the same inputs. tests/gpu/test_gpu_levels_model.py has larger ones."""
 
-from collections import Counter
-
 import model_rows
 import pytest
 import torch
 from helpers import BF16, FP32, HAS_GPU, settle_interpreters
 from levels import NotedLevels
-from processes import run_script
 
 from tilegym_rmsnorm.routes import known_calls
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="tests/gpu has these tests")
 BATCH, PLACES = 8, (0, 5)
 PROMPT = torch.randint(model_rows.VOCABULARY, (33,), generator=torch.Generator().manual_seed(3)).tolist()
-# before each layer and after all; with a residual; of q and k
-KINDS = {"compute": 3, "_run": 2, "qk_norm_rope": 2}
 
 
 @pytest.fixture(params=[BF16, FP32], ids=["bfloat16", "float32"])
@@ -33,15 +28,8 @@ def setup(request, backend, monkeypatch):
 
 @pytest.mark.parametrize("has_grad", [True, False], ids=["training", "no_grad"])
 def test_a_prompt_alone_has_the_bits_that_it_has_in_a_batch(setup, has_grad):
-    model = setup.built()
     with torch.set_grad_enabled(has_grad):
-        for place in PLACES:
-            in_batch = model_rows.run(model, setup.in_batch(BATCH, place))
-            assert Counter(each.name for each in in_batch) == KINDS
-            expected = model_rows.of_prompt(in_batch, place)
-            for _ in range(2):  # by all checks, then known
-                calls = model_rows.run(model, setup.alone(), expected)
-                assert model_rows.differing(calls, expected) == []
+        model_rows.check(setup, BATCH, PLACES)
 
 
 def test_it_has_other_bits_without_the_level(known_kernels, monkeypatch):
@@ -61,18 +49,17 @@ def test_it_has_other_bits_without_the_level(known_kernels, monkeypatch):
 
 @pytest.mark.slow
 def test_so_it_has_in_the_first_calls_of_a_process(setup, tmp_path):
-    expected = model_rows.of_prompt(model_rows.run(setup.built(), setup.in_batch(BATCH, 5)), 5)
-    model_rows.save(setup, expected, tmp_path / "calls.pt")
     interpreters = {"TILEGYM_RMSNORM_INTERPRET": "1", "TRITON_INTERPRET": "1"}
-    done = run_script(model_rows.__file__, tmp_path / "calls.pt", **interpreters)
-    assert done.returncode == 0 and done.stdout == "passed 7\n", done.stdout + done.stderr[-3000:]
+    model_rows.check_first_calls(setup, BATCH, PLACES[-1], tmp_path, **interpreters)
 
 
 def test_every_norm_of_a_model_gets_the_level(setup, monkeypatch):
     noted, model = NotedLevels(monkeypatch), setup.built()
     model_rows.run(model, setup.alone())
     forwards, backwards = noted.take()
-    assert len(forwards) == len(backwards) == sum(KINDS.values()) and {*forwards, *backwards} == {1}
+    assert len(forwards) == len(backwards) == sum(model_rows.KINDS.values()) and {*forwards, *backwards} == {
+        1
+    }
 
 
 def test_other_bits_are_found(setup):
