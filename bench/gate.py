@@ -12,7 +12,8 @@ those that the same toolkit compiled: a kernel that becomes a little slower with
 the newest alone.
 
 Under a level of reproducibility ("cutile[batch]") a kernel is a provider of its own. What takes longer beside its
-backend without than is aimed at (report/levels.py) is named, and does not fail.
+backend without than is aimed at (report/levels.py) is named, and does not fail. Nothing is aimed at for vLLM's order,
+whose cost is named in any case.
 
 Only this package's own kernels count: a slower baseline is not a defect here. A shape that was not run this time is
 named and does not fail, but a result that has none of those that are kept of its dtypes does.
@@ -241,6 +242,8 @@ def main(argv: list[str] | None = None) -> int:
                 f"{record['level_ratio']:.2f} times its backend without, the aim is {levels.most(record):.2f}"
             )
             print(f"gate: above what a level may cost: {_name(cell_of(record))}: {text}")
+        for line in levels.without_aim(new):
+            print(f"gate: no aim: {line}")
         print(explain(new, kept, verdict))
         has_failed |= bool(verdict.failed or why_nothing(new, verdict))
     return int(has_failed)

@@ -48,8 +48,10 @@ ROW_PARTIALS = "cutile[P=M]"
 MAX_AUTOTUNE = "torch.compile-max-autotune"
 COMPILED_MODES = {"torch.compile": "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
 PDL = "triton.enable_pdl"  # Inductor's option, off unless asked for
-# Backends under a level of reproducibility: backend and level by the provider's name.
+# Backends under a level of reproducibility: backend and level by the provider's name. Triton alone has vLLM's order.
+VLLM = "vllm"
 LEVELLED = {f"{backend}[{level}]": (backend, level) for backend in KERNELS for level in ("batch", "device")}
+LEVELLED |= {f"triton[{VLLM}]": ("triton", VLLM)}
 OWN = (*BACKENDS, ROW_PARTIALS, *LEVELLED)
 PROVIDERS = (*OWN, *BASELINES, MAX_AUTOTUNE)
 # Compiled autograd, needed for the host time of `both` alone, takes seconds to compile: only where x is smaller than

@@ -10,6 +10,7 @@ from helpers import why_skip
 from levels import NotedLevels
 
 from bench import gate, run
+from bench.block.families import FAMILIES
 from bench.measure import cell, processes
 from bench.measure.provenance import RESULTS, describe_run, gpu_slug, one_line
 from bench.measure.run_shape import Bench
@@ -28,7 +29,14 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 @pytest.mark.parametrize(
     ("provider", "flags"),
-    [("cutile", 0), ("cutile[batch]", 1), ("cutile[device]", 3), ("triton[batch]", 1), ("triton[device]", 3)],
+    [
+        ("cutile", 0),
+        ("cutile[batch]", 1),
+        ("cutile[device]", 3),
+        ("triton[batch]", 1),
+        ("triton[device]", 3),
+        ("triton[vllm]", 5),
+    ],
 )
 @pytest.mark.parametrize("ops", [OPS, ("scaled_residual_backward",)], ids=["plain", "block"])
 def test_every_call_of_a_provider_runs_under_its_level(ops, provider, flags, known_kernels, monkeypatch):
@@ -77,7 +85,7 @@ def test_the_option_adds_the_levels_of_what_is_measured(monkeypatch, tmp_path):
     assert run.main([*options, "cutile,tilegym"]) == 0
     assert made == [("cutile", "cutile[batch]", "cutile[device]")] and groups == [(("tilegym",), ((4, 8),))]
     run.main([*options, "triton,torch"])
-    assert made[1] == ("triton", "torch", "triton[batch]", "triton[device]")
+    assert made[1] == ("triton", "torch", "triton[batch]", "triton[device]", "triton[vllm]")
     asked = run.choose_providers(run.parse_arguments(["--block"]), has_gpu=True)[0]
     assert not LEVELLED.keys() & set(asked)
 
@@ -149,6 +157,35 @@ def test_the_gate_names_what_costs_more_and_does_not_fail(tmp_path, capsys):
         f"{above} backward 4096x1024 bfloat16: 1.11 times its backend without, the aim is 1.10",
         f"{above} forward 2000x1024 bfloat16: 1.26 times its backend without, the aim is 1.25",
     ]
+
+
+def test_the_gate_says_what_the_order_of_vllm_costs(tmp_path, capsys):
+    """Nothing is aimed at, and no table has a mark."""
+    small = {"op": "forward", "rows": 2000}
+    records = [under(1.02, "triton[vllm]"), under(3.5, "triton[vllm]", rows=9)]
+    result = make_result(*records, under(1.4, "triton[vllm]", **small))
+    assert "3.50" in levels.table(result) and ">" not in levels.table(result)
+    tables.write_json(result, tmp_path / "new.json")
+    assert gate.main([str(tmp_path / "new.json"), "--results", str(tmp_path)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if "aim" in line] == [
+        "gate: no aim: triton[vllm] backward: 1.02 to 3.50 times its backend without, in 2 cells",
+        "gate: no aim: triton[vllm] forward: 1.40 to 1.40 times its backend without, in 1 cells",
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_order_of_vllm_is_measured_where_it_is_defined(family):
+    """A bias raises there, which would end the run as a failure."""
+    if reason := why_skip("triton", CPU):
+        pytest.skip(reason)
+    shape = family.cpu_shapes[0]
+    records = Bench(("triton", "triton[vllm]"), family.ops, CPU).measure(shape, BF16, lambda step: None)
+    assert all(each["error"] is None and each["us"] > 0 for each in records)
+    ops = {
+        name: {each["op"] for each in records if each["provider"] == name}
+        for name in ("triton", "triton[vllm]")
+    }
+    assert ops["triton"] - ops["triton[vllm]"] == {op for op in family.ops if op.startswith("bias")}
 
 
 def test_the_gate_fails_where_a_level_becomes_slower():
