@@ -16,8 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.watched import is_traced
-from tilegym_rmsnorm.scopes import WHEN_CHANGED, ProcessBlock, ProcessWide
+from tilegym_rmsnorm.scopes import (
+    WHEN_CHANGED,
+    ProcessBlock,
+    ProcessWide,
+    TracedBlock,
+    check_ended,
+    forget_left,
+)
 
 REPRODUCIBLE_VARIABLE = "TILEGYM_RMSNORM_REPRODUCIBLE"
 BATCH, DEVICE, VLLM = 1, 2, 4
@@ -32,7 +38,7 @@ LEVELS = {
 LevelName = Literal["run", "batch", "device", "vllm", "device,vllm"]
 _NAMES = {flags: name for name, flags in LEVELS.items()}
 
-traced_levels: list[int] = []  # of the blocks that Dynamo is tracing; empty at other times
+traced_levels: list[int] = []  # see TracedBlock
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
 
@@ -75,8 +81,9 @@ WHEN_CHANGED.append(_keep_said)
 
 
 def flags() -> int:
-    """Return the flags of the level in effect. ValueError where the variable names none."""
-    if traced_levels and is_traced():  # not in another thread, which runs meanwhile
+    """Return the flags of the level in effect. Raises as `get_reproducible`."""
+    if traced_levels:
+        check_ended("reproducible")
         return traced_levels[-1]
     said = _said  # read once: another thread may set it meanwhile
     return _read() if said < 0 else said
@@ -100,6 +107,7 @@ def get_reproducible() -> str:
 
     Raises:
         ValueError: No level was set, and TILEGYM_RMSNORM_REPRODUCIBLE names none.
+        RuntimeError: A compiled function has begun a block and not ended it.
     """
     return _NAMES[flags()]
 
@@ -116,6 +124,7 @@ def set_reproducible(level: LevelName | None = "batch", *, order: Literal["vllm"
         ValueError: level or order is not known.
     """
     global _readings
+    forget_left(reproducible)
     if level is None and order is None:
         _readings += 1
         _LEVEL.set(None)
@@ -125,7 +134,7 @@ def set_reproducible(level: LevelName | None = "batch", *, order: Literal["vllm"
         _LEVEL.set(_checked(level, order))
 
 
-class reproducible(ProcessBlock):  # in lower case, since callers use it as a function
+class reproducible(TracedBlock, ProcessBlock):  # in lower case, since callers use it as a function
     """Make the bits of results reproducible inside a `with` block, or a decorated function, as `set_reproducible` does,
     and undo that at the end.
 
@@ -139,8 +148,8 @@ class reproducible(ProcessBlock):  # in lower case, since callers use it as a fu
     torch.utils.checkpoint runs the forward again, under the level in effect in the backward.
 
     torch.compile compiles a function again where it runs under another level. A block inside a compiled function holds
-    for the calls that are traced in it. An exported graph keeps the level that it was exported under, and follows the
-    level in effect too where it runs.
+    for the calls that are traced in it, and has to end there. An exported graph keeps the level that it was exported
+    under, and follows the level in effect too where it runs.
 
     Args:
         level: `"run"`, `"batch"` or `"device"`, or a name that `get_reproducible` returns.
@@ -153,24 +162,13 @@ class reproducible(ProcessBlock):  # in lower case, since callers use it as a fu
 
     __module__ = "tilegym_rmsnorm"
     _setting = _LEVEL
+    traced = traced_levels
 
     def __init__(self, level: LevelName = "batch", *, order: Literal["vllm"] | None = None) -> None:
         super().__init__(_checked(level, order))
 
     def _recreate_cm(self) -> reproducible:
         return reproducible(_NAMES[self._value])  # type: ignore[arg-type] # a block for each call of the function
-
-    def __enter__(self) -> None:
-        if is_traced():  # Dynamo cannot trace the lock, and undoes nothing if the graph breaks
-            traced_levels.append(self._value)
-        else:
-            super().__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        if is_traced():
-            traced_levels.pop()
-        else:
-            super().__exit__()
 
 
 def tell_of_operations(op: str, spec: Any, x: Tensor) -> None:

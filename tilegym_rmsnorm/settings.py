@@ -15,9 +15,16 @@ from typing import Literal
 
 import torch
 
-from tilegym_rmsnorm.call.watched import is_traced
-from tilegym_rmsnorm.reproducibility import DEVICE, REPRODUCIBLE_VARIABLE, flags
-from tilegym_rmsnorm.scopes import LOCK, WHEN_CHANGED, Block, ProcessBlock, ProcessWide
+from tilegym_rmsnorm.reproducibility import DEVICE, REPRODUCIBLE_VARIABLE, flags, traced_levels
+from tilegym_rmsnorm.scopes import (
+    LOCK,
+    WHEN_CHANGED,
+    ProcessBlock,
+    ProcessWide,
+    TracedBlock,
+    check_ended,
+    forget_left,
+)
 
 AUTO_ORDER = ("cutile", "triton", "torch")  # the backends, fastest first
 KERNEL_BACKENDS = AUTO_ORDER[:-1]  # all but "torch", the last, which runs PyTorch's operations
@@ -48,7 +55,7 @@ _process_backend: str | None = None
 _context_backends: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "tilegym_rmsnorm_backends", default=()
 )
-traced_backends: list[str] = []  # names of the blocks that Dynamo is tracing; empty at other times
+traced_backends: list[str] = []  # see TracedBlock
 
 _ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 _kept: tuple[tuple[bool, int], int] | None = None  # see `process_settings`; None after each change
@@ -60,6 +67,9 @@ def get_current_backend() -> str:
     Raises:
         ValueError: TILEGYM_RMSNORM_BACKEND holds no name of a backend.
     """
+    if traced_backends:
+        check_ended("use_backend")
+        return traced_backends[-1]
     names = _context_backends.get()
     name = names[-1] if names else _process_backend or _environment_backend() or "auto"
     if name not in NAMES:
@@ -78,10 +88,11 @@ def set_backend(backend: BackendName | None) -> None:
     """
     global _process_backend
     check_backend_name(backend)
+    forget_left(use_backend)
     _process_backend = backend
 
 
-class use_backend(Block):  # in lower case, since callers use it as a function
+class use_backend(TracedBlock):  # in lower case, since callers use it as a function
     """Use a backend inside a `with` block, or a decorated function, in this thread or task only.
 
     `use_backend` overrides `set_backend`, which overrides the variable TILEGYM_RMSNORM_BACKEND. The argument `backend=`
@@ -91,8 +102,9 @@ class use_backend(Block):  # in lower case, since callers use it as a function
     forward again during the backward, on the backend in effect then: with checkpoint, name the backend by `backend=` or
     `set_backend`.
 
-    Inside a function that torch.compile compiles, the block holds for the calls that are traced in it. Before PyTorch
-    2.14 `use_backend` must be called inside that function. A block around the compiled function is not seen.
+    Inside a function that torch.compile compiles, the block holds for the calls that are traced in it, and has to end
+    there. Before PyTorch 2.14 `use_backend` must be called inside that function. A block around the compiled function
+    is not seen.
 
     Args:
         backend: A name or `"auto"`.
@@ -102,30 +114,25 @@ class use_backend(Block):  # in lower case, since callers use it as a function
     """
 
     __module__ = "tilegym_rmsnorm"
+    traced = traced_backends
 
     def __init__(self, backend: BackendName) -> None:
         check_name("backend", backend, NAMES)
-        self.backend = backend
+        self._value = backend
 
     def _recreate_cm(self) -> use_backend:
-        return use_backend(self.backend)  # made in the decorated function, where Dynamo can trace that
+        return use_backend(self._value)  # made in the decorated function, where Dynamo can trace that
 
-    def __enter__(self) -> None:
-        if is_traced():  # Dynamo cannot trace context variables
-            traced_backends.append(self.backend)
-        else:
-            _context_backends.set((*_context_backends.get(), self.backend))
+    def _begin(self) -> None:
+        _context_backends.set((*_context_backends.get(), self._value))
 
-    def __exit__(self, *_: object) -> None:
-        if is_traced():
-            traced_backends.pop()
-        else:
-            names = list(_context_backends.get())
-            # Remove its own name, since blocks may end in any order. The name is absent where a block ends in another
-            # context than it began in, as pytest ends those of async fixtures.
-            if self.backend in names:
-                del names[len(names) - 1 - names[::-1].index(self.backend)]
-                _context_backends.set(tuple(names))
+    def _end(self) -> None:
+        names = list(_context_backends.get())
+        # Remove its own name, since blocks may end in any order. The name is absent where a block ends in another
+        # context than it began in, as pytest ends those of async fixtures.
+        if self._value in names:
+            del names[len(names) - 1 - names[::-1].index(self._value)]
+            _context_backends.set(tuple(names))
 
 
 def check_backend_name(backend: str | None) -> None:
@@ -232,7 +239,7 @@ def process_settings() -> tuple[tuple[bool, int], int]:
     Raises ValueError for an invalid value of an environment variable, unless a function overrides the variable.
     """
     kept = _kept
-    return _read_settings() if kept is None else kept
+    return _read_settings() if kept is None or traced_levels else kept
 
 
 def _read_settings() -> tuple[tuple[bool, int], int]:
@@ -324,9 +331,9 @@ class use_sm_margin(ProcessBlock):  # in lower case, since callers use it as a f
     def _recreate_cm(self) -> use_sm_margin:
         return use_sm_margin(self.sm_margin)  # a block for each call of the decorated function
 
-    def __enter__(self) -> None:
+    def _begin(self) -> None:
         _check_sm_margin(self.sm_margin)  # again: CUDA may be initialized by now
-        super().__enter__()
+        super()._begin()
 
 
 def sms_left(sm_count: int, sm_margin: int | None = None) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilegym_rmsnorm as tr
-from tilegym_rmsnorm import reproducibility, settings
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.reproducibility import BATCH, DEVICE, LEVELS, REPRODUCIBLE_VARIABLE, VLLM, flags
 
 KNOWN = "expected one of 'run', 'batch', 'device', 'vllm', 'device,vllm', got"
@@ -101,13 +101,6 @@ def test_a_level_holds_in_all_threads_and_blocks_end_in_any_order():
     end.set()
     thread.join()
     assert tr.get_reproducible() == "run"
-
-
-def test_a_block_that_dynamo_traces_is_not_seen_by_calls_that_run(monkeypatch):
-    """Those of another thread. Their level must not be kept either."""
-    monkeypatch.setattr(reproducibility, "traced_levels", [LEVELS["device"]])
-    tr.set_reproducible("batch")
-    assert tr.get_reproducible() == "batch" and settings.process_settings()[1] == BATCH
 
 
 def test_the_environment_says_it_where_nothing_else_does(monkeypatch):

@@ -21,19 +21,24 @@ class NotedLevels:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._forwards: list[int] = []
         self._backwards: list[int] = []
+        self.backends: list[str] = []
         for backend in AUTO_ORDER:
             with contextlib.suppress(ImportError):
                 registry._implemented_ops(backend)
-        noted = {(op, backend): self._noting(op, run) for (op, backend), run in list(registry._impls.items())}
+        noted = {
+            (op, backend): self._noting(op, backend, run)
+            for (op, backend), run in list(registry._impls.items())
+        }
         patch.setattr(registry, "_impls", noted)
         patch.setattr(registry, "_chosen", {})
         known_calls.forget()
 
-    def _noting(self, op: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(self, op: str, backend: str, run: Callable[..., Any]) -> Callable[..., Any]:
         seen = self._forwards if op.endswith("forward") else self._backwards
 
         def noted(spec: Any, *given: Any) -> Any:
             seen.append(spec.reproducible)
+            self.backends.append(backend)
             return run(spec, *given)
 
         return noted

@@ -192,7 +192,7 @@ def _backend_of_graph(backend: str | None) -> str | None:
         check_backend_name(backend)  # here, since Dynamo and DTensor's engine would wrap the op's error
         return backend
     if watched.is_traced():
-        return traced_backends[-1] if traced_backends else None
+        return get_current_backend() if traced_backends else None
     return "torch" if get_current_backend() == "torch" else None
 
 

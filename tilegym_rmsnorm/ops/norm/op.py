@@ -55,6 +55,7 @@ from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options
 from tilegym_rmsnorm.routes.main_grad import IN_USE, adds
 from tilegym_rmsnorm.routes.public_calls import PublicCalls
 from tilegym_rmsnorm.routes.traced import is_usual
+from tilegym_rmsnorm.scopes import check_ended
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
 
 KNOWN_FORWARDS, KNOWN_BACKWARDS = shared(), shared()
@@ -315,6 +316,7 @@ def norm_in_graph(
     x, weight, bias, residual = tensors
     normalized_shape, eps, offset, casting, alpha, residual_dtype, out_dtype = numbers
     if backend is None and traced_backends:
+        check_ended("use_backend")
         backend = traced_backends[-1]
     if not is_usual(tensors, (alpha, offset, eps), casting, backend) or (IN_USE and adds(weight)):
         return None

@@ -32,6 +32,7 @@ from tilegym_rmsnorm.routes.library_op import CheckedCall, LibraryOp, Options, T
 from tilegym_rmsnorm.routes.main_grad import IN_USE, adds
 from tilegym_rmsnorm.routes.public_calls import PublicCalls
 from tilegym_rmsnorm.routes.traced import is_usual
+from tilegym_rmsnorm.scopes import check_ended
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
 
 _FORWARD_TENSORS = (
@@ -198,6 +199,7 @@ def rope_in_graph(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: A
     q, k, q_weight, k_weight, cos, sin, positions = tensors
     eps, offset, rotary_dim, interleaved, casting, rounding = numbers
     if backend is None and traced_backends:
+        check_ended("use_backend")
         backend = traced_backends[-1]
     if not is_usual(tensors[:-1], (1.0, offset, eps), casting, backend) or not 3 <= q.ndim <= 4:
         return None
