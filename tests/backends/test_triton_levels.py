@@ -19,16 +19,17 @@ from level_cases import (
     OF_ANY_GPU,
     WITH_WEIGHT,
     assert_a_frozen_weight_changes_nothing,
+    assert_a_margin_is_refused,
     assert_a_row_is_alike,
+    assert_right,
+    assert_sums_are_alike,
     behind,
-    bits,
     pairs,
     variant_of,
 )
 from rope_cases import RopeCase
 from variants import Variant
 
-from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.ops.norm.spec import Wanted
 from tilegym_rmsnorm.reproducibility import BATCH, VLLM
@@ -38,7 +39,6 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned_empty"),
 ]
 WIDTHS = (1, 64, 100, 640, 2048, 4096, 5120, 8192, 12288, 16384, 18432)  # every kind of tile of config.py
-SM_COUNTS = (1, 3, 78, 148)
 
 
 def run(variant, inputs, level, *around, **options):
@@ -64,12 +64,7 @@ def test_a_frozen_weight_has_the_dx_of_a_trained_one(form, n):
 @pytest.mark.parametrize("form", FORMS)
 def test_results_are_right(form):
     variant = variant_of(form, 640, 5)
-    inputs = variants.make(variant)
-    results = run(variant, inputs, OF_ANY_GPU)
-    residual_out = results.pop("residual_out")
-    assert residual_out is None or residual_out.shape == inputs.x.shape
-    results["rstd"] = results["rstd"].flatten()
-    variants.check(variant, inputs, residual_out, **results)
+    assert_right(lambda inputs: run(variant, inputs, OF_ANY_GPU), variant)
 
 
 @pytest.mark.parametrize("form", ["plain", "all but heads", "weights of heads"])
@@ -114,22 +109,15 @@ def fixed_sms(request, monkeypatch):
     config_rope._walks_of_many.cache_clear()
 
 
-def assert_alike_on_all_gpus(run_of, more, monkeypatch):
-    """run_of(count): sums over rows, with `count` rows of zeros behind them."""
+@pytest.fixture
+def set_sm_count(monkeypatch):
     from tilegym_rmsnorm.backends.triton import host
 
-    found = []
-    for sms in SM_COUNTS:
-        monkeypatch.setattr(host, "sm_count", lambda device, sms=sms: sms)
-        found.append(bits(run_of(0)))
-    found += [bits(run_of(count)) for count in more]
-    for sums in found[1:]:
-        for one, other in zip(found[0], sums, strict=True):
-            assert one is None or torch.equal(one, other)
+    return lambda sm_count: monkeypatch.setattr(host, "sm_count", lambda device: sm_count)
 
 
 @pytest.mark.parametrize(("form", "n"), pairs(FORMS, (64, 640, 8192, 16384, 18432)))
-def test_sums_do_not_depend_on_the_gpu_or_on_padding(form, n, fixed_sms, monkeypatch):
+def test_sums_do_not_depend_on_the_gpu_or_on_padding(form, n, fixed_sms, set_sm_count):
     variant = variant_of(form, n, 70 if n <= 640 else 7)
     inputs = variants.make(variant)
 
@@ -137,10 +125,10 @@ def test_sums_do_not_depend_on_the_gpu_or_on_padding(form, n, fixed_sms, monkeyp
         results = run(variant, behind(inputs, count), OF_ANY_GPU)
         return [results.get("dw"), results.get("db")]
 
-    assert_alike_on_all_gpus(sums, (1, 5, 130 if n <= 640 else 9), monkeypatch)
+    assert_sums_are_alike(sums, set_sm_count, (1, 5, 130 if n <= 640 else 9))
 
 
-def test_without_the_level_they_do(monkeypatch):
+def test_without_the_level_they_do(set_sm_count):
     """So the test above says something."""
     variant = variant_of("plain", 640, 250)
     inputs = variants.make(variant)
@@ -149,7 +137,7 @@ def test_without_the_level_they_do(monkeypatch):
         return [run(variant, behind(inputs, count), BATCH)["dw"]]
 
     with pytest.raises(AssertionError):
-        assert_alike_on_all_gpus(sums, (), monkeypatch)
+        assert_sums_are_alike(sums, set_sm_count, ())
 
 
 ROPES = {
@@ -191,7 +179,7 @@ def test_a_head_does_not_depend_on_its_batch(name):
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_sums_of_rope_do_not_depend_on_the_gpu_or_on_padding(name, fixed_sms, monkeypatch):
+def test_sums_of_rope_do_not_depend_on_the_gpu_or_on_padding(name, fixed_sms, set_sm_count):
     whole = rope_cases.make(ROPES[name], DEVICE)
     tokens = 100
     padded = whole._replace(dys=tuple(None if each is None else each.clone() for each in whole.dys))
@@ -203,7 +191,7 @@ def test_sums_of_rope_do_not_depend_on_the_gpu_or_on_padding(name, fixed_sms, mo
         return run_rope(tokens_of(padded, slice(0, tokens + count)), OF_ANY_GPU)[4:]
 
     rope_cases.check_backward(whole, *run_rope(whole, OF_ANY_GPU)[2:])
-    assert_alike_on_all_gpus(sums, (1, 7, MOST - tokens), monkeypatch)
+    assert_sums_are_alike(sums, set_sm_count, (1, 7, MOST - tokens))
 
 
 def test_heads_that_no_kernel_holds():
@@ -233,17 +221,12 @@ def test_a_margin_beside_a_fixed_grid_is_refused_before_any_launch(monkeypatch):
     tensors = x, dy, weight, torch.ones(3, device=DEVICE), None
     rope = rope_cases.make(RopeCase(), DEVICE)
     of_rope = rope.spec._replace(reproducible=OF_ANY_GPU)
-    with settings.use_sm_margin(1):
-        for refused in (
-            lambda: launch.rms_norm_forward(spec, (x, weight, None, None)),
-            lambda: launch.rms_norm_backward(spec, tensors, Wanted(BF16)),
-            lambda: launch.qk_norm_rope_forward(of_rope, rope.tensors),
-            lambda: launch.qk_norm_rope_backward(of_rope, rope.backward_tensors, rope.wanted),
-        ):
-            with pytest.raises(
-                ValueError, match=r'sm_margin: expected 0 with reproducible\("device"\), .* got 1'
-            ):
-                refused()
+    assert_a_margin_is_refused(
+        lambda: launch.rms_norm_forward(spec, (x, weight, None, None)),
+        lambda: launch.rms_norm_backward(spec, tensors, Wanted(BF16)),
+        lambda: launch.qk_norm_rope_forward(of_rope, rope.tensors),
+        lambda: launch.qk_norm_rope_backward(of_rope, rope.backward_tensors, rope.wanted),
+    )
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])

@@ -16,13 +16,15 @@ from level_cases import (
     OF_ANY_GPU,
     WITH_WEIGHT,
     assert_a_frozen_weight_changes_nothing,
+    assert_a_margin_is_refused,
     assert_a_row_is_alike,
+    assert_right,
+    assert_sums_are_alike,
     behind,
-    bits,
     pairs,
     variant_of,
 )
-from variants import Variant, check, make, spec_of, wanted_of
+from variants import Variant, make, spec_of, wanted_of
 
 from tilegym_rmsnorm import reproducible, rms_norm, settings
 from tilegym_rmsnorm.ops.norm.spec import DW, DX
@@ -118,14 +120,7 @@ def test_known_calls_and_ops_beside_a_frozen_weight_too(residual_dtype, monkeypa
 @pytest.mark.parametrize("rows", [1, 5])
 def test_results_are_right(form, rows):
     variant = variant_of(form, 640, rows)
-    inputs = make(variant)
-    results = run(variant, inputs, OF_ANY_GPU)
-    residual_out = results.pop("residual_out")
-    for name in ("y", "dx"):
-        each = results[name]
-        assert each.shape == inputs.x.shape and each.is_contiguous() and not each._is_view(), name
-    results["rstd"] = results["rstd"].flatten()
-    check(variant, inputs, residual_out, **results)
+    assert_right(lambda inputs: run(variant, inputs, OF_ANY_GPU), variant)
 
 
 @pytest.fixture(params=[3, None] if every_config else [3], ids=str)
@@ -145,20 +140,17 @@ def test_sums_do_not_depend_on_the_gpu_or_on_padding(form, n, fixed_sms, monkeyp
     if n > 2048 and form == "weights of heads":
         pytest.skip("PyTorch's operations sum dw, which raises")
     variant = variant_of(form, n, 70 if n <= 640 else 7)
-    inputs, found = make(variant), []
+    inputs = make(variant)
 
     def sums(count):
         results = run(variant, behind(inputs, count), OF_ANY_GPU)
-        return bits([results.get("dw"), results.get("db")])
+        return [results.get("dw"), results.get("db")]
 
-    for sm_count in (3, 2, 7, 132):
+    def set_sm_count(sm_count):
         monkeypatch.setattr(InterpretedMachine, "facts", InterpretedMachine.facts._replace(sm_count=sm_count))
         launcher.launcher_of.cache_clear()
-        found.append(sums(0))
-    found += [sums(count) for count in (1, 5, 130 if n <= 640 else 9)]
-    for each in found[1:]:
-        for one, other in zip(found[0], each, strict=True):
-            assert one is None or torch.equal(one, other)
+
+    assert_sums_are_alike(sums, set_sm_count, (1, 5, 130 if n <= 640 else 9))
 
 
 @pytest.mark.parametrize(
@@ -231,11 +223,8 @@ def test_without_gradients_such_a_bias_is_not_refused():
 def test_a_margin_beside_a_fixed_grid_is_refused():
     variant = variant_of("plain", 64, 3)
     inputs = make(variant)
+    assert_a_margin_is_refused(lambda: run(variant, inputs, OF_ANY_GPU))
     with settings.use_sm_margin(1):
-        with pytest.raises(
-            ValueError, match=r'sm_margin: expected 0 with reproducible\("device"\), .* got 1'
-        ):
-            run(variant, inputs, OF_ANY_GPU)
         run(variant, inputs, BATCH)
 
 

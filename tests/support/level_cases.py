@@ -2,17 +2,20 @@
 # SPDX-License-Identifier: MIT
 """Calls of a backend under levels of reproducibility: of rows alone, in batches, and with rows of zeros behind them."""
 
+import pytest
 import torch
 import variants
 from helpers import BF16, FP16, FP32, every_config
 from variants import Variant
 
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.ops.norm.spec import Wanted
 from tilegym_rmsnorm.reproducibility import BATCH, DEVICE
 
 MOST = 257
 LENGTHS = (1, 2, 255, 256)
 OF_ANY_GPU = BATCH | DEVICE
+SM_COUNTS = (3, 1, 7, 148)
 HEADS = (1, MOST, 2, 64)
 FORMS = {
     "plain": Variant(BF16),
@@ -83,6 +86,37 @@ def assert_a_row_is_alike(run_of, inputs):
                 if results.get(name) is not None:
                     one = found[name].narrow(axis, row - start, 1)
                     assert torch.equal(one, results[name].narrow(axis, row, 1)), (name, length, start)
+
+
+def assert_right(run_of, variant):
+    inputs = variants.make(variant)
+    results = run_of(inputs)
+    residual_out = results.pop("residual_out")
+    for name in ("y", "dx"):
+        each = results[name]
+        assert each.shape == inputs.x.shape and each.is_contiguous() and not each._is_view(), name
+    results["rstd"] = results["rstd"].flatten()
+    variants.check(variant, inputs, residual_out, **results)
+
+
+def assert_sums_are_alike(sums_of, set_sm_count, more):
+    """sums_of(count): sums over rows, with `count` rows of zeros behind them."""
+    found = []
+    for sm_count in SM_COUNTS:
+        set_sm_count(sm_count)
+        found.append(bits(sums_of(0)))
+    found += [bits(sums_of(count)) for count in more]
+    for sums in found[1:]:
+        for one, other in zip(found[0], sums, strict=True):
+            assert one is None or torch.equal(one, other)
+
+
+def assert_a_margin_is_refused(*calls):
+    with settings.use_sm_margin(1):
+        for refused in calls:
+            message = r'sm_margin: expected 0 with reproducible\("device"\), .* got 1'
+            with pytest.raises(ValueError, match=message):
+                refused()
 
 
 def assert_a_frozen_weight_changes_nothing(run_of, inputs):
