@@ -32,6 +32,7 @@ from variants import Variant
 
 from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.ops.norm.spec import Wanted
+from tilegym_rmsnorm.ops.rope.spec import RopeWanted
 from tilegym_rmsnorm.reproducibility import BATCH, VLLM
 
 pytestmark = [
@@ -148,12 +149,13 @@ ROPES = {
 }
 
 
-def run_rope(call, level):
+def run_rope(call, level, wanted=None):
     from tilegym_rmsnorm.backends.triton import launch
 
+    wanted = call.wanted if wanted is None else wanted
     spec = call.spec._replace(reproducible=level)
     outputs = launch.qk_norm_rope_forward(spec, call.tensors)
-    return (*outputs, *launch.qk_norm_rope_backward(spec, call.backward_tensors, call.wanted))
+    return (*outputs, *launch.qk_norm_rope_backward(spec, call.backward_tensors, wanted))
 
 
 def tokens_of(call, part):
@@ -176,6 +178,29 @@ def test_a_head_does_not_depend_on_its_batch(name):
         found = run_rope(tokens_of(call, slice(start, start + length)), BATCH)
         for one, other in zip(found[:4], expected[:4], strict=True):
             assert one is None or torch.equal(one[:, token - start], other[:, token]), length
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_frozen_weights_of_rope_have_the_kernel_of_trained_ones(name, monkeypatch):
+    from tilegym_rmsnorm.backends.triton import host
+
+    compiled, run = [], host.run
+
+    def noting(device, first, *others):
+        kernel, _, arguments, options = first
+        facts = {
+            key: None if each is None else "present" for key, each in arguments.items() if key.endswith("ptr")
+        }
+        compiled.append((kernel, facts, options))
+        run(device, first, *others)
+
+    monkeypatch.setattr(host, "run", noting)
+    call = rope_cases.make(ROPES[name], DEVICE)
+    trained, frozen = (run_rope(call, BATCH, wanted) for wanted in (None, RopeWanted()))
+    assert compiled[:2] == compiled[2:]
+    assert frozen[4:] == (None, None)
+    for one, other in zip(trained[:4], frozen[:4], strict=True):
+        assert one is None or torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", ROPES)
