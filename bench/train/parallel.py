@@ -58,8 +58,8 @@ def start(fsdp: int, tp: int) -> Meshes | None:
 
 
 def leave(status: int) -> NoReturn:
-    """End a process of torchrun's at once: threads that its process groups leave behind abort it at times, where Python
-    and C++ destroy what they use first."""
+    """End a process of torchrun's at once: threads of its process groups may outlive what Python and C++ destroy at an
+    exit, and abort it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -176,7 +176,7 @@ def test_sums_of_pytorch_are_refused_on_any_gpu(variant, message):
 def test_a_forward_refuses_what_its_backward_would(weight, n, learned, monkeypatch):
     """learned: x, weight and bias. An op that is recorded cannot know the backend: there the backward refuses."""
     variant = Variant(BF16, (1, 2, 2, n), weight, BF16, BF16)
-    inputs, check = make(variant, device="cpu"), launch.rms_norm_backward.check_ahead
+    inputs, check = make(variant, device="cpu"), launch.rms_norm_backward.check_gradients_ahead
 
     def step():
         """Return what the forward raises, and what the backward does."""
@@ -196,10 +196,10 @@ def test_a_forward_refuses_what_its_backward_would(weight, n, learned, monkeypat
                 return None, str(error)
         return None, None
 
-    monkeypatch.setattr(launch.rms_norm_backward, "check_ahead", lambda *_: None)
+    monkeypatch.setattr(launch.rms_norm_backward, "check_gradients_ahead", lambda *_: None)
     in_forward, in_backward = step()
     assert in_forward is None
-    monkeypatch.setattr(launch.rms_norm_backward, "check_ahead", check)
+    monkeypatch.setattr(launch.rms_norm_backward, "check_gradients_ahead", check)
     if in_backward is not None:
         monkeypatch.setattr(interpreter, "launch", lambda *_, **__: pytest.fail("launched"))
     assert step() == (in_backward, None)

@@ -70,8 +70,8 @@ def binding(bind: Callable[..., Callable[[Any], Any]]) -> Any:
     return function
 
 
-def check_ahead(backward: Any, spec: Any, tensors: Any) -> None:
+def check_gradients_ahead(backward: Any, spec: Any, tensors: Any) -> None:
     """Let a forward that autograd records raise what its backward would. backward: the function of a backend. If it has
     an attribute of this name, that gets the Spec and the tensors of the forward."""
-    if (check := getattr(backward, "check_ahead", None)) is not None:
+    if (check := getattr(backward, "check_gradients_ahead", None)) is not None:
         check(spec, tensors)

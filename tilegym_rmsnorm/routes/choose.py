@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.torch_version import TorchVersion
 
-from tilegym_rmsnorm.backends.contract import check_ahead
+from tilegym_rmsnorm.backends.contract import check_gradients_ahead
 from tilegym_rmsnorm.backends.registry import backward_of, implementations_of
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.spec import Call, Checked
@@ -163,7 +163,7 @@ def _call_on_backend(
     if has_backward:
         has_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
     forward, backward = implementations_of(spec, tensors, backend, obstacle, has_backward)
-    check_ahead(backward, spec, tensors)
+    check_gradients_ahead(backward, spec, tensors)
     return Call(spec, backend, forward, backward)
 
 

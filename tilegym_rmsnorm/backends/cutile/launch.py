@@ -47,7 +47,7 @@ rms_norm_forward: Any = _registered(
 rms_norm_backward: Any = _registered(
     "rms_norm_backward", norm.BACKWARD, lambda *call: around_kernels.backward(rms_norm_backward, *call)
 )
-rms_norm_backward.check_ahead = norm.check_ahead
+rms_norm_backward.check_gradients_ahead = norm.check_gradients_ahead
 qk_norm_rope_forward = _registered(
     "qk_norm_rope_forward", rope.FORWARD, lambda *call: around_rope.forward(rms_norm_forward, *call)
 )

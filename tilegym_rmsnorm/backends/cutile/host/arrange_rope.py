@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 """Arrange the tensors of a call of `qk_norm_rope` under a level of reproducibility (arrange.py): rows are like packed
-ones or copied, and sequences of one step become the steps of one sequence, which take the tiles of all others."""
+ones or copied, and sequences of one step become the steps of one sequence, so one kernel takes any T."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile.host.arrange import is_like_packed
+from tilegym_rmsnorm.backends.cutile.host.launcher import fits_kernels
 from tilegym_rmsnorm.call.layout import View, arranged, in_shape_of, packed
 from tilegym_rmsnorm.ops.rope.spec import OF_BACKWARD
 
@@ -20,15 +21,15 @@ def bind_arranged_rope(function: Any, spec: Any, tensors: Any, *wanted: Any) -> 
     shapes."""
     *rows, q_weight, k_weight, cos, sin, positions = tensors[:OF_BACKWARD]
     batch, length = tensors[0].shape[:2]
-    is_turned = length == 1 < batch
-    views = [_of_rows(each, is_turned) for each in rows]
+    is_one_step = length == 1 < batch
+    views = [_of_rows(each, is_one_step) for each in rows]
     views += [_at_16_bytes(each) for each in (q_weight, k_weight)]
     # of one step: a row for each sequence, or one for all, unless positions choose
-    shares_tables = is_turned and positions is None and cos.shape[0] == 1
+    shares_tables = is_one_step and positions is None and cos.shape[0] == 1
     views += [_of_table(each, batch if shares_tables else None) for each in (cos, sin)]
-    views.append(_of_positions(positions, batch if is_turned else None))
+    views.append(_of_positions(positions, batch if is_one_step else None))
     views += [None] * (len(tensors) - len(views))  # what gradients of weights are added to
-    return arranged(function, spec, tensors, views, _in_shapes_of_rows if is_turned else None, *wanted)
+    return arranged(function, spec, tensors, views, _in_shapes_of_rows if is_one_step else None, *wanted)
 
 
 def _in_shapes_of_rows(tensors: Any, results: Any) -> Any:
@@ -40,12 +41,12 @@ def _in_shapes_of_rows(tensors: Any, results: Any) -> Any:
     return (*made, *results[2:])
 
 
-def _of_rows(rows: Tensor | None, is_turned: bool) -> View:
+def _of_rows(rows: Tensor | None, is_one_step: bool) -> View:
     if rows is None:
         return None
-    if not is_like_packed(rows.transpose(0, 1) if is_turned else rows):
-        return (lambda rows: packed(rows).transpose(0, 1).contiguous()) if is_turned else packed
-    return (lambda rows: rows.transpose(0, 1)) if is_turned else None
+    if not (is_like_packed(rows.transpose(0, 1) if is_one_step else rows) and fits_kernels(rows)):
+        return (lambda rows: packed(rows).transpose(0, 1)) if is_one_step else packed
+    return (lambda rows: rows.transpose(0, 1)) if is_one_step else None
 
 
 def _at_16_bytes(tensor: Tensor | None) -> View:

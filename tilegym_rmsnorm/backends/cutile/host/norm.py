@@ -242,7 +242,7 @@ def _bind_backward(
     return run_backward
 
 
-def check_ahead(spec: Spec, tensors: ForwardTensors) -> None:
+def check_gradients_ahead(spec: Spec, tensors: ForwardTensors) -> None:
     """Raise ValueError in a forward for gradients that autograd will ask of a backward, and that `check_sums` refuses.
     db alone is no backend's (`Wanted.why_no_backend`)."""
     needs = [each is not None and each.requires_grad for each in tensors]

@@ -40,6 +40,7 @@ from tilegym_rmsnorm.backends.cutile.plans.rope import (
     tiles_of,
 )
 from tilegym_rmsnorm.backends.cutile.plans.rules import MOST_HEADS, sum_of
+from tilegym_rmsnorm.backends.cutile.plans.sizes import MOST_ROWS
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine
 from tilegym_rmsnorm.call.tensors import overlap
 from tilegym_rmsnorm.ops.rope.spec import (
@@ -55,8 +56,8 @@ from tilegym_rmsnorm.reproducibility import DEVICE
 
 
 def problem_of(machine: Machine, spec: RopeSpec, tensors: Any, *_: RopeWanted) -> RopeProblem | None:
-    """Return the problem of a forward or a backward; None where no kernel takes it. Under a level neither T, B nor
-    strides decide that, and arrange_rope.py arranged the call."""
+    """Return the problem of a forward or a backward; None where no kernel takes it. Under a level neither B, T, H nor
+    strides decide anything, and arrange_rope.py has arranged the call."""
     *dys, q, k, q_weight, k_weight, cos, sin, positions = tensors[:OF_BACKWARD]
     rows = [each for each in (q, k, *dys) if each is not None]
     arrays = (*rows, cos, sin)
@@ -75,7 +76,7 @@ def problem_of(machine: Machine, spec: RopeSpec, tensors: Any, *_: RopeWanted) -
         heads=of_q,
         k_heads=of_k,
         itemsize=max(each.itemsize for each in rows),
-        is_scattered=not all(map(begins_as_packed, arrays)),
+        is_scattered=not (spec.reproducible or all(map(begins_as_packed, arrays))),
         has_one_step=q.shape[1] == 1 and not spec.reproducible,
         has_full_tables=cos.shape[1] == spec.rotary_dim,
         has_positions=positions is not None,
@@ -83,9 +84,9 @@ def problem_of(machine: Machine, spec: RopeSpec, tensors: Any, *_: RopeWanted) -
         casting=spec.casting,
         rounding=spec.rope_rounding,
         architecture=machine.facts.architecture,
-        in_pairs=spec.reproducible > 0,
+        is_batch_invariant=spec.reproducible > 0,
     )
-    # Under a level rows of other lengths are none that are like packed ones whatever B and T are.
+    # Under a level heads that fill no multiple of 16 bytes are composed: B and T would decide where they begin.
     is_whole = not spec.reproducible or all(each.itemsize * spec.n % 16 == 0 for each in rows)
     return problem if is_whole and is_taken(problem) else None
 
@@ -94,8 +95,8 @@ def _refuse_too_large(spec: RopeSpec, q: Tensor) -> None:
     """Raise ValueError under a level: the kernels of a norm, which take such calls, add a head in another order."""
     if spec.reproducible:
         raise ValueError(
-            f"reproducible: expected extents and strides of at most {LARGEST_STRIDE}, and fewer heads in all, got q of"
-            f" {tuple(q.shape)} with strides {q.stride()}"
+            f"reproducible: expected q and k of at most {MOST_ROWS} heads in all, and strides and rows of cos below"
+            f" {LARGEST_STRIDE + 1}, got q of {tuple(q.shape)}: split the batch"
         )
 
 
@@ -105,7 +106,7 @@ def _plan_of(kind: type[RopeTiles], _: Machine, problem: RopeProblem) -> RopePla
     return plan
 
 
-def sms_of_sums(machine: Machine, level: int) -> int | None:
+def sms_of_walks(machine: Machine, level: int) -> int | None:
     """Count the SMs whose number decides how many partial rows a backward leaves; None where no GPU decides that."""
     left = sms_of(machine, level)
     return None if level & DEVICE else left
@@ -153,7 +154,7 @@ def _bind_backward(
 ) -> Callable[[RopeBackwardTensors], RopeGradients] | None:
     q, k, q_weight, k_weight, cos, _, _ = tensors[2:OF_BACKWARD]
     targets = tensors[OF_BACKWARD:] or (None, None)
-    walks = _walks_of(run, spec, tensors[2:], sms_of_sums(run.machine, spec.reproducible))
+    walks = _walks_of(run, spec, tensors[2:], sms_of_walks(run.machine, spec.reproducible))
     if walks is None:
         return None
     (q_blocks, q_rows), (k_blocks, k_rows) = walks

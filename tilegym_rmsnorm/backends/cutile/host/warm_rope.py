@@ -124,7 +124,7 @@ def kinds_of_rope(calls: RopeCalls, launcher: Launcher, lead: RopeLead) -> tuple
     kinds += [kind_of(batches), is_aligned] if calls.positions else [kind_of(batches * t)]
     if calls.weight is not None:
         leads = (b, t, calls.heads), (b, t, calls.k_heads) if calls.k_heads else None
-        sms = rope.sms_of_sums(launcher.machine, calls.spec.reproducible)
+        sms = rope.sms_of_walks(launcher.machine, calls.spec.reproducible)
         walks = launcher.plan.first.walks_of(leads, sms, (calls.per_head, calls.per_head))
         kinds += [kind_of(p) for _, p in walks]
     return tuple(kinds)

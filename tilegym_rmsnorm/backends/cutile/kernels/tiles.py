@@ -105,10 +105,10 @@ def sum_of_products(a, b, PIECES, AXIS=None, LANES=0):
 
 
 def sum_of_lanes(tile, AXIS, LANES):
-    """LANES > 0: the kernel adds in one order, along the last axis. Lanes 2i and 2i + 1 are added, then their sums so,
-    until one is left; of a tile that is one row until LANES are, as many as a block has warps, of which no thread holds
-    two. Each of these steps has two terms. By ct.sum alone the compiler chooses how a thread adds what it holds, and
-    copies of a loop differ in that."""
+    """LANES > 0 fixes the order, along the last axis: lanes 2i and 2i + 1 are added, then their sums so, until one is
+    left. Each step has two terms. Of one row, with an AXIS of None, LANES are left, as many as a block has warps: no
+    thread holds two of them, and ct.sum adds them. By ct.sum alone the compiler chooses how a thread adds what it
+    holds, and copies of a loop differ in that."""
     LEFT = LANES if AXIS is None else 1
     if LANES > 0 and tile.shape[-1] > LEFT:
         tpairs = ct.reshape(tile, tile.shape[:-1] + (tile.shape[-1] // 2, 2))

@@ -51,7 +51,7 @@ class RopeProblem(NamedTuple):
     casting: str
     rounding: str
     architecture: int
-    in_pairs: bool = False  # heads are added pair by pair, in one order
+    is_batch_invariant: bool = False  # heads are added in one order (`sum_of_lanes`)
 
     @property
     def divisor(self) -> int:
@@ -139,7 +139,6 @@ class RopeTiles(Variant):
         if sum(rows) > MOST_ROWS:
             return None
         tiles = [count // variant.rows_of_tile for count, variant in zip(rows, variants, strict=True)]
-        is_fixed = sm_count is None
         blocks = FIXED_SMS * self.occupancy if sm_count is None else self.most_blocks(sum(tiles), sm_count)
         of_q = blocks
         if (k := leads[1]) is not None:
@@ -154,7 +153,7 @@ class RopeTiles(Variant):
         ):
             shares = variant.tiles_of_heads(lead[2]) if lead is not None and is_per_head else 1
             most = max(1, most // shares)
-            if is_fixed:
+            if sm_count is None:
                 p = fixed_walks(count // shares, most) if count else 0
             else:
                 p = min(count // shares, most - (most % 16 == 0)) if count else 0
@@ -316,7 +315,7 @@ class RopePlan(NamedTuple):
             "HALF": problem.rotary_dim // 2,
             "INTERLEAVED": problem.interleaved,
             "FULL_TABLES": problem.has_full_tables,
-            "LANES": int(problem.in_pairs),
+            "LANES": int(problem.is_batch_invariant),
             "ROUND_XHAT": problem.casting == "llama",
             "ROUND_N": problem.rounding != "end",
             "ROUND_EACH": problem.rounding == "each",

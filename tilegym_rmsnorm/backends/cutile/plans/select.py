@@ -49,7 +49,7 @@ def select(problem: Problem, tables: Tables) -> Plan:
         known = f"a dtype of {tuple(ITEMSIZE)}, architecture one of {rules.ARCHITECTURES}"
         raise ValueError(f"expected rows of 1 element or more, {known}, got {n}, {dtype}, {architecture}")
     if problem.policy.is_batch_invariant:
-        choice = _batch_invariant(problem, tables)
+        choice = _choose_batch_invariant(problem, tables)
         return plan_of(problem, *choice)
     if problem.partials == "own" and problem.op == "backward":
         shared = _unshared(problem, tables)
@@ -58,7 +58,7 @@ def select(problem: Problem, tables: Tables) -> Plan:
     return plan_of(problem, *choose(problem, tables))
 
 
-def _batch_invariant(problem: Problem, tables: Tables) -> Choice:
+def _choose_batch_invariant(problem: Problem, tables: Tables) -> Choice:
     """Choose the first kernel by what neither M nor the GPU's SMs decide: the rules' for many rows. Raises ValueError
     where fewer SMs are left than its teams need."""
     policy, device = problem.policy, problem.device
