@@ -185,7 +185,7 @@ def test_what_no_kernel_counts_in_is_refused():
     """PyTorch's operations around a norm's kernels would add a head in another order."""
     call = make(RopeCase(BF16, layout="far"), "meta")
     machine = InterpretedMachine()
-    with pytest.raises(ValueError, match="reproducible: expected extents and strides of at most"):
+    with pytest.raises(ValueError, match="reproducible: expected q and k of at most"):
         rope.problem_of(machine, call.spec._replace(reproducible=BATCH), call.tensors)
     assert rope.problem_of(machine, call.spec, call.tensors) is None
 

@@ -85,9 +85,9 @@ def check_sums(spec: Spec, has_dw: bool, has_db: bool) -> None:
     if spec.reproducible & DEVICE and (has_dw or has_db):
         parts = " and ".join(parts_of(False, has_db, has_dw))
         raise ValueError(
-            f'reproducible: expected at most "batch" for gradients of {parts} of such a call with {spec.n} columns, got'
-            ' "device": PyTorch\'s operations sum them, for these columns or for want of a weight. Freeze what need not'
-            " learn, or call under torch.no_grad()"
+            f'reproducible: expected at most "batch" for gradients of {parts} with {spec.n} columns, got "device": '
+            "PyTorch's operations sum them, for so many columns or for want of a weight; freeze what need not learn, or"
+            " call under torch.no_grad()"
         )
 
 
