@@ -43,22 +43,26 @@ def run(device: torch.device, *launches: Launch) -> None:
             kernel[grid](*map(arguments.get, kernel.arg_names), **options)
 
 
-def alike(level: int, array: Tensor | None) -> Any:
-    """Return an array for which Triton compiles what it compiles for a packed one: under a level (reproducibility.py) a
-    copy, where Triton would know less of its address or its strides. Vectors of loads decide the order of sums."""
-    if level == 0 or array is None:
-        return array
+def is_alike(array: Tensor | None) -> bool:
+    """Whether Triton compiles for an array what it compiles for a packed one, as far as its address and strides decide:
+    vectors of loads decide the order of sums."""
+    if array is None:
+        return True
     *extents, N = array.shape
     align = math.gcd(LARGEST_ALIGNMENT, N)
-    are_alike = array.data_ptr() % ALIGNED_BYTES == 0 and all(
+    return array.data_ptr() % ALIGNED_BYTES == 0 and all(
         extent == 1 or (stride % align == 0 and stride < 2**31)
         for extent, stride in zip(extents, array.stride(), strict=False)
     )
-    return array if are_alike else packed(array)
 
 
-def all_alike(level: int, tensors: Any) -> Any:
-    return tensors if level == 0 else tuple([alike(level, each) for each in tensors])
+def are_alike(spec: Any, tensors: Any, *_: Any) -> bool:
+    """Whether a call reads tensors like these where they are: without a level (reproducibility.py) all."""
+    return not spec.reproducible or all(map(is_alike, tensors))
+
+
+def alike(tensors: Any) -> Any:
+    return tuple([each if is_alike(each) else packed(each) for each in tensors])
 
 
 def rows(level: int = 0, **arrays: Tensor | None) -> tuple[dict[str, Any], int]:

@@ -32,11 +32,11 @@ _form = functools.lru_cache(Form)
 _forward_config = functools.lru_cache(forward_config)
 
 
-def run_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
+def run_forward(spec: Spec, tensors: ForwardTensors, are_alike: bool = False) -> Outputs:
     host.sms_left(spec.reproducible, tensors[0].device)
     if spec.reproducible & VLLM:
         return _run_as_vllm(spec, tensors)
-    return launch_forward(_forward_config(spec.n), spec, tensors)
+    return launch_forward(_forward_config(spec.n), spec, tensors, are_alike)
 
 
 def _run_as_vllm(spec: Spec, tensors: ForwardTensors) -> Outputs:
@@ -60,18 +60,20 @@ def _run_as_vllm(spec: Spec, tensors: ForwardTensors) -> Outputs:
     return launch_forward(_forward_config(spec.n, is_vllms=True), spec, (x, weight, None, None))
 
 
-def run_backward(spec: Spec, tensors: Any, wanted: Wanted) -> Gradients:
+def run_backward(spec: Spec, tensors: Any, wanted: Wanted, are_alike: bool = False) -> Gradients:
     x, _, weight, *_ = tensors
     heads, sms = _heads(weight), host.sm_count(x.device)
     left, is_fixed = host.sms_left(spec.reproducible, x.device), spec.reproducible & DEVICE > 0
     config = backward_config(_count(x) // heads, spec.n, sms, heads, left, is_fixed)
-    return launch_backward(config, spec, tensors, wanted)
+    return launch_backward(config, spec, tensors, wanted, are_alike)
 
 
-def launch_forward(config: ForwardConfig, spec: Spec, tensors: ForwardTensors) -> Outputs:
+def launch_forward(
+    config: ForwardConfig, spec: Spec, tensors: ForwardTensors, are_alike: bool = False
+) -> Outputs:
     """A forward (spec.py of the op) by these tiles."""
     shape = tensors[0].shape
-    x, weight, bias, residual = tensors = _alike(spec, tensors, tensors[1])
+    x, weight, bias, residual = tensors = tensors if are_alike else _alike(spec, tensors, tensors[1])
     M, heads, residual_out = _count(x), _heads(weight), None
     y, rstd = host.empty(x, shape, spec.y_dtype or x.dtype), host.empty(x, (M,), torch.float32)
     arguments = _arguments(config, spec, weight, x=x, residual=residual)
@@ -104,10 +106,12 @@ def _most_registers(config: ForwardConfig, spec: Spec, tensors: ForwardTensors, 
     return FORWARD_REGISTERS if is_narrow and is_one_tile and is_simple else None
 
 
-def launch_backward(config: BackwardConfig, spec: Spec, tensors: Any, wanted: Wanted) -> Gradients:
+def launch_backward(
+    config: BackwardConfig, spec: Spec, tensors: Any, wanted: Wanted, are_alike: bool = False
+) -> Gradients:
     """A backward (spec.py of the op) by these tiles. The config of per-head weights is that of a head."""
-    shape, target = tensors[0].shape, tensors[5:]
-    x, dy, weight, rstd, d_residual_out = _alike(spec, tensors[:5], tensors[2])
+    shape, own, target = tensors[0].shape, tensors[:5], tensors[5:]
+    x, dy, weight, rstd, d_residual_out = own if are_alike else _alike(spec, own, tensors[2])
     vector = (spec.n,) if weight is None else tuple(weight.shape)
     dx, d_residual = host.empty(x, shape, wanted.dx), host.empty(x, shape, wanted.d_residual)
     dw = target[0] if target else host.empty(x, vector, None if weight is None else wanted.dw)
@@ -156,7 +160,13 @@ def _alike(spec: Spec, tensors: Any, weight: Tensor | None) -> Any:
         return tensors
     if not host.is_per_head(weight):
         tensors = [as_rows(each, spec.n) if each is not None and each.ndim > 2 else each for each in tensors]
-    return host.all_alike(spec.reproducible, tensors)
+    return host.alike(tensors)
+
+
+def are_alike(spec: Spec, tensors: Any, *wanted: Wanted) -> bool:
+    """Whether `_alike` returns tensors like these as they are."""
+    is_flat = tensors[0].ndim == 2 or host.is_per_head(tensors[2 if wanted else 1])
+    return not spec.reproducible or (is_flat and host.are_alike(spec, tensors))
 
 
 def _count(rows: Tensor) -> int:

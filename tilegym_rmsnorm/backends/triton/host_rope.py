@@ -36,9 +36,9 @@ from tilegym_rmsnorm.reproducibility import DEVICE
 _rope_form = functools.lru_cache(rope_form)
 
 
-def run_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
+def run_forward(spec: RopeSpec, tensors: RopeTensors, are_alike: bool) -> RopeOutputs:
     host.sms_left(spec.reproducible, tensors[0].device)
-    q, k, *_ = tensors = host.all_alike(spec.reproducible, tensors)
+    q, k, *_ = tensors = tensors if are_alike else host.alike(tensors)
     config = rope_forward_config(*_form_and_heads(spec, tensors))
     q_out, k_out = _empty_like(q), _empty_like(k)
     programs = sum(
@@ -51,9 +51,9 @@ def run_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
     return q_out, k_out
 
 
-def run_backward(spec: RopeSpec, tensors: Any, wanted: RopeWanted) -> RopeGradients:
+def run_backward(spec: RopeSpec, tensors: Any, wanted: RopeWanted, are_alike: bool) -> RopeGradients:
     own, targets = tensors[:OF_BACKWARD], tensors[OF_BACKWARD:]
-    own = host.all_alike(spec.reproducible, own)
+    own = own if are_alike else host.alike(own)
     dq_out, dk_out, q, k, *weights, _, _, _ = own
     sms, (form, heads) = host.sm_count(q.device), _form_and_heads(spec, own[2:])
     left, is_fixed = host.sms_left(spec.reproducible, q.device), spec.reproducible & DEVICE > 0
