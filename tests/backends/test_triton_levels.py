@@ -33,7 +33,7 @@ from variants import Variant
 from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.ops.norm.spec import Wanted
 from tilegym_rmsnorm.ops.rope.spec import RopeWanted
-from tilegym_rmsnorm.reproducibility import BATCH, VLLM
+from tilegym_rmsnorm.reproducibility import BATCH, LEVELS, VLLM
 
 pytestmark = [
     pytest.mark.skipif(why_skip("triton") is not None, reason=str(why_skip("triton"))),
@@ -217,6 +217,19 @@ def test_sums_of_rope_do_not_depend_on_the_gpu_or_on_padding(name, fixed_sms, se
 
     rope_cases.check_backward(whole, *run_rope(whole, OF_ANY_GPU)[2:])
     assert_sums_are_alike(sums, set_sm_count, (1, 7, MOST - tokens))
+
+
+def test_no_level_is_kept_on_amd_gpus(monkeypatch):
+    """Why is in compiled/test_triton_keys.py."""
+    from tilegym_rmsnorm.backends import registry, triton
+
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    for name, answer in (("interpreting", False), ("_gpu_unusable", None), ("_triton_unusable", None)):
+        monkeypatch.setattr(triton, name, lambda *_, answer=answer: answer)
+    for level in LEVELS.values():
+        options = {"n": 64, "is_aligned": True, "level": level}
+        request = registry.request_of(torch.device("cuda:0"), "once", None, BF16, BF16, **options)
+        assert (triton.unusable(request) is None) == (level == 0)
 
 
 def test_heads_that_no_kernel_holds():

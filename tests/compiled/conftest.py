@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
+import contextlib
 import json
 import os
 import subprocess
@@ -24,7 +25,27 @@ def on_meta(monkeypatch: pytest.MonkeyPatch):
 def compiled_by():
     """compiled_by(capability, calls, cache=None): the kernels that each call compiled. Triton's cache makes a second
     run short."""
-    program = Path(__file__).parents[1] / "support" / "triton_compile.py"
+    with _answers_of("triton_compile.py") as ask:
+        yield lambda capability, calls, cache=None: ask(
+            [capability, [_as_dict(call) for call in calls], cache]
+        )
+
+
+@pytest.fixture(scope="module")
+def keys_by():
+    """keys_by(target, calls, specialized=(), device="cpu"): of each call, its kernels with Triton's keys."""
+    with _answers_of("triton_keys.py") as ask:
+
+        def keys(target, calls, specialized=(), device="cpu"):
+            return ask([target, [_as_dict(call) for call in calls], specialized, device])
+
+        yield keys
+
+
+@contextlib.contextmanager
+def _answers_of(program):
+    """Start a program of tests/support that answers each line with one."""
+    program = Path(__file__).parents[1] / "support" / program
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
@@ -32,9 +53,8 @@ def compiled_by():
         subprocess.Popen([sys.executable, program], env=environment, stderr=errors, **pipes) as process,
     ):
 
-        def ask(capability, calls, cache=None):
+        def ask(request):
             start = errors.seek(0, os.SEEK_END)
-            request = [capability, [_as_dict(call) for call in calls], cache]
             print(json.dumps(request, default=str), file=process.stdin, flush=True)
             found = json.loads(process.stdout.readline() or "null")
             errors.seek(start)

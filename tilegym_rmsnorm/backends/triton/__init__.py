@@ -49,6 +49,11 @@ def unusable(request: Request | None) -> Unusable | None:
     if request.device.type == "cpu":
         remedy = f"{refusals.remedy_of_cpu_tensors(*_gpu())}, or {_interpret_remedy()}"
         return Unusable("it runs on CUDA tensors, these are on the CPU", remedy)
+    if request.reproducible and torch.version.hip is not None:
+        reason = (
+            "Triton compiles one kernel for arrays of up to 2 GiB on AMD GPUs, and another for longer ones"
+        )
+        return Unusable(reason, 'reproducible("run")')
     return _gpu_unusable(request.device) or _triton_unusable()
 
 

@@ -27,6 +27,7 @@ from tilegym_rmsnorm.call.tensors import overlap
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
 ALIGNED_BYTES = 16  # of an address: Triton compiles for those that it divides, and for others
+LARGEST_INT = 2**31 - 1  # Triton compiles one kernel for integers up to here, and another for longer ones
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch
 # Parameters of `sum_partials`, of the first sum and the second
 SUMS = (
@@ -51,7 +52,7 @@ def is_alike(array: Tensor | None) -> bool:
     *extents, N = array.shape
     align = math.gcd(LARGEST_ALIGNMENT, N)
     return array.data_ptr() % ALIGNED_BYTES == 0 and all(
-        extent == 1 or (stride % align == 0 and stride < 2**31)
+        extent == 1 or (stride % align == 0 and stride <= LARGEST_INT)
         for extent, stride in zip(extents, array.stride(), strict=False)
     )
 
@@ -67,7 +68,7 @@ def alike(tensors: Any) -> Any:
 
 def rows(level: int = 0, **arrays: Tensor | None) -> tuple[dict[str, Any], int]:
     """Return kernel arguments, these arrays and where their rows lie, and the power of two that divides all strides,
-    under a level those of packed arrays."""
+    under a level those of packed arrays. Under a level ValueError where a number is above LARGEST_INT."""
     arguments: dict[str, Any] = {}
     align = LARGEST_ALIGNMENT
     for name, array in arrays.items():
@@ -77,12 +78,17 @@ def rows(level: int = 0, **arrays: Tensor | None) -> tuple[dict[str, Any], int]:
         *extents, N = array.shape
         if level:
             align = math.gcd(align, N)
-        for dimension, extent, stride in zip(
-            DIMENSIONS[-len(extents) :], extents, array.stride(), strict=False
-        ):
-            # The stride of an extent of 1 means nothing and may be anything; it must not decide what is compiled.
-            arguments[f"{name}_{dimension}_stride"] = stride if extent > 1 else N
-            align = math.gcd(align, stride if extent > 1 else N)
+        # The stride of an extent of 1 means nothing and may be anything; it must not decide what is compiled.
+        strides = [
+            stride if extent > 1 else N for extent, stride in zip(extents, array.stride(), strict=False)
+        ]
+        if level and (longest := max(math.prod(extents), *strides)) > LARGEST_INT:
+            raise ValueError(
+                f"reproducible: expected rows and strides of at most {LARGEST_INT}, got {longest}"
+            )
+        for dimension, stride in zip(DIMENSIONS[-len(extents) :], strides, strict=True):
+            arguments[f"{name}_{dimension}_stride"] = stride
+            align = math.gcd(align, stride)
     return arguments, align
 
 
