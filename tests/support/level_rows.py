@@ -83,6 +83,7 @@ class Pool:
         with reproducible(level):
             alone = [self.run(torch.tensor([i], device=DEVICE)) for i in range(count)]
         self.expected = {name: torch.cat([each[name] for each in alone]) for name in alone[0]}
+        assert all(bool(each.isfinite().all()) for each in self.expected.values()), "all of it is written"
 
     def norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Any:
         return rms_norm(x, self.case.n, weight, residual=residual, **self._options(bias))
@@ -103,12 +104,8 @@ class Pool:
         form, call = self.case.form, norm or self.norm
 
         def given(name: str, tensor: Tensor, needs_grad: bool = True) -> Tensor:
-            is_placed = placement.whose in ("all", name)
-            return (
-                placed(tensor, placement.memory if is_placed else "packed")
-                .detach()
-                .requires_grad_(needs_grad)
-            )
+            memory = placement.memory if placement.whose in ("all", name) else "packed"
+            return placed(tensor, memory).detach().requires_grad_(needs_grad)
 
         rows, dys = [given("x", self.x[index])], [given("dy", self.dy[index], False)]
         if form == "broadcast dy" and placement != PACKED:
