@@ -53,6 +53,12 @@ def test_first_use_of_rope(surrounding, form, backend, run_anew):
     run_anew("first_use_rope.py", surrounding, form, backend)
 
 
+@pytest.mark.parametrize("form", first_use_rope.FORMS)
+@pytest.mark.parametrize("surrounding", first_use_rope.SURROUNDINGS)
+def test_first_use_of_rope_under_a_level(surrounding, form, backend, run_anew):
+    run_anew("first_use_rope.py", surrounding, form, backend, TILEGYM_RMSNORM_REPRODUCIBLE="device")
+
+
 @pytest.mark.parametrize("flag", first_use_main_grad.FLAGS)
 @pytest.mark.parametrize("surrounding", first_use_main_grad.SURROUNDINGS)
 def test_first_use_of_main_grad(surrounding, flag, backend, run_anew):
