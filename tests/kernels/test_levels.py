@@ -31,7 +31,6 @@ from tilegym_rmsnorm.ops.norm.spec import DW, DX
 from tilegym_rmsnorm.reproducibility import BATCH
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from counting import counted_calls  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.host import launcher  # noqa: E402
@@ -73,21 +72,6 @@ def test_a_weight_that_adds_to_main_grad_has_it_too():
     target = torch.zeros(5120)
     assert torch.equal(launch.rms_norm_backward(spec, (*tensors, target), wanted._replace(dw=FP32))[0], dx)
     assert target.all()
-
-
-@pytest.mark.parametrize(("form", "n"), pairs(WITH_WEIGHT, WIDTHS))
-def test_a_frozen_weight_has_the_kernels_of_a_trained_one(form, n, monkeypatch):
-    """With the same constants, and compiled for equal arrays. Only a sum that nobody wants is left out."""
-    for rows in (1, 16, 1000):
-        variant, kernels = variant_of(form, n, rows), []
-        for is_frozen in (False, True):
-            with counted_calls(monkeypatch) as machine:
-                options = {"is_frozen": is_frozen}
-                level_cases.run(variant, make(variant, device="meta"), BATCH, launch, **options)
-            kernels.append(machine.kernels)
-        trained, frozen = kernels
-        assert frozen <= trained and {each[0] for each in trained - frozen} <= {"sum_partials"}
-        assert variant.bias_dtype or "sum_partials" not in {each[0] for each in frozen}
 
 
 @pytest.mark.parametrize("residual_dtype", [None, FP32])

@@ -298,7 +298,7 @@ def test_packed_teams_give_the_same_bits(width, pieces, members, dtype, weight_d
 
 
 OF_ROWS = {"warps": 4, "occupancy": 2, "latency": 4, "weight_load": "joint"}
-OF_TILES, OF_TEAMS = OF_ROWS | {"occupancy": 4, "rows": 4}, OF_ROWS | {"occupancy": 1, "latency": 1}
+OF_TILES, OF_TEAMS = OF_ROWS | {"occupancy": 4, "rows": 2}, OF_ROWS | {"occupancy": 1, "latency": 1}
 JOINTLY = {
     "rows": ForwardRows(**OF_ROWS, width=64),
     "rows in two tiles": ForwardRows(**OF_ROWS, width=32, rest=32),

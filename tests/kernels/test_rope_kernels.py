@@ -295,7 +295,7 @@ def _clamped(TABLES, steps, place, ROWS):
     return (ct.astype(ct.minimum(ct.maximum(trows, 0), cos.shape[0] - 1), ct.int32),)
 
 
-def _pairs_alone(a, b, PIECES, AXIS, LANES):
+def _pairs_alone(a, b, PIECES, ORDER, AXIS):
     return ct.sum(a[0] * b[0] + a[1] * b[1], axis=AXIS, keepdims=True)
 
 

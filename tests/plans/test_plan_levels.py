@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Plans under levels of reproducibility: neither M nor the GPU decides what adds a row, nor under "device" what shares
-the rows."""
+"""Plans under levels of reproducibility: neither M nor the GPU decides in which order a row is added, nor under
+"device" what shares the rows."""
 
 import itertools
+from typing import Any
 
 import planning
 import pytest
@@ -48,23 +49,46 @@ def gpu(sm_count: int, like: Device = H200) -> Device:
     return like._replace(sm_count=sm_count, most_members=max(1, sm_count // LAUNCHES_AT_ONCE))
 
 
+def orders_of(first: Variant, problem: Problem) -> tuple[Any, ...]:
+    return tuple(first.order(vector) for vector in problem.vectors)
+
+
 @pytest.mark.parametrize("n", WIDTHS)
 @pytest.mark.parametrize("form", ["plain", "residual", "bias"])
-def test_one_variant_for_any_batch_and_gpu(n, form):
-    for op, dtype in itertools.product(OPS, ("bfloat16", "float32")):
-        if form == "bias" and (op == "dx" or n > 8192 and op == "backward"):
-            continue
-        found = set()
-        gpus = [*map(gpu, SM_COUNTS), *(gpu(count, H100) for count in SM_COUNTS)]
-        for device, size, level in itertools.product(gpus, SIZES, (BATCH_INVARIANT, DEVICE_INVARIANT)):
-            policy = Policy(**level)
-            asked = Problem(op, n, dtype, dtype, size, device, policy=policy, form=form_named(form))
-            try:
-                found.add(first_of(asked))
-            except ValueError as error:
-                assert "expected SMs for teams of" in str(error) and device.sm_count < 148
-        assert len(found) == 1
-        assert not isinstance(*found, Split)
+def test_one_order_for_any_batch_and_gpu(n, form):
+    """And one for a trained weight and a frozen one."""
+    for dtype in ("bfloat16", "float32"):
+        for ops in (("forward",), ("backward", "dx")):
+            if form == "bias" and (n > 8192 and "backward" in ops):
+                continue
+            found, of_sums = set(), set()
+            gpus = [*map(gpu, SM_COUNTS), *(gpu(count, H100) for count in SM_COUNTS)]
+            levels = BATCH_INVARIANT, DEVICE_INVARIANT
+            for device, size, level, op in itertools.product(gpus, SIZES, levels, ops):
+                if form == "bias" and op == "dx":
+                    continue
+                policy = Policy(**level)
+                asked = Problem(op, n, dtype, dtype, size, device, policy=policy, form=form_named(form))
+                try:
+                    first = first_of(asked)
+                except ValueError as error:
+                    assert "expected SMs for teams of" in str(error) and device.sm_count < 148
+                    continue
+                found.add(orders_of(first, asked))
+                if op == "backward" and level is DEVICE_INVARIANT:
+                    of_sums.add(first)
+            assert len(found) == 1
+            assert len(of_sums) == (ops != ("forward",)) and not any(
+                isinstance(each, Split) for each in of_sums
+            )
+
+
+def test_few_rows_have_kernels_of_their_own_where_those_add_alike():
+    """Else a level would cost them twice their time."""
+    for op, n in (("backward", 4096), ("backward", 1024), ("backward", 8192)):
+        asked = Problem(op, n, "bfloat16", "bfloat16", "few", H200, policy=Policy(is_batch_invariant=True))
+        few, large = first_of(asked), first_of(asked._replace(size="large"))
+        assert few != large and orders_of(few, asked) == orders_of(large, asked), (op, n)
 
 
 @pytest.mark.parametrize("n", WIDTHS)
@@ -115,7 +139,7 @@ def test_without_teams_wide_rows_have_one_block():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_plan_serves_its_problem_and_is_that_of_any_number_of_rows(form, op, architecture):
+def test_a_plan_serves_its_problem_and_adds_as_that_of_any_number_of_rows(form, op, architecture):
     if op == "dx" and form.bias or op == "forward" and form.d_residual:
         pytest.skip("no such call")
     served = 0
@@ -134,11 +158,12 @@ def test_a_plan_serves_its_problem_and_is_that_of_any_number_of_rows(form, op, a
                 )
                 if not is_fused(asked):
                     continue
-                firsts = {
-                    select(asked._replace(size=size), planning.rules_of(architecture)).first for size in SIZES
-                }
-                [first] = firsts
-                first.check(n, ITEMSIZE[dtype], architecture)
-                assert first.serves_form(asked) and op in first.serves, (n, dtype, first)
+                plans = [select(asked._replace(size=size), planning.rules_of(architecture)) for size in SIZES]
+                assert len({orders_of(plan.first, asked) for plan in plans}) == 1
+                for plan in plans:
+                    plan.first.check(n, ITEMSIZE[dtype], architecture)
+                    assert plan.problem.op in (op, "backward" if op == "dx" else op)
+                    assert plan.first.serves_form(asked), (n, dtype, plan.first)
+                    assert plan.problem.op in plan.first.serves, (n, dtype, plan.first)
                 served += 1
     assert served > 5

@@ -55,7 +55,7 @@ class Tile(NamedTuple):
             "HAS_DW": variant.weight != "none",
             "PER_HEAD": variant.weight == "heads",
             "ROUND_XHAT": variant.casting == "llama",
-            "LANES": 0,
+            "WARPS": 4,
             "EARLY_WEIGHT": self.weight_load == "early",
             "JOINT_WEIGHT": self.weight_load == "joint",
             "DEPENDENT": True,

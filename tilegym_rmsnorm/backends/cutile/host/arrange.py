@@ -4,8 +4,9 @@
 are around it and wherever it lies.
 
 cuda-tile compiles a kernel for what it knows of each array: that 16 bytes divide its address and its strides, and that
-an extent is 1. All of that may change the order in which a row is added. So rows are read where they are if they are
-like packed ones, else from a packed copy. A lone row gets a second one, of zeros, which adds nothing to dw.
+an extent is 1. What it knows of addresses and strides decides how threads load a row, hence in which order it is added.
+So rows are read where they are if they are like packed ones, else from a packed copy. Where rows end between 16 bytes,
+a lone one gets a second one, of zeros, which adds nothing to dw: alone its begin says nothing of others'.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def bind_arranged(function: Any, spec: Any, tensors: Any, *wanted: Any) -> Calla
     heads = next((each.shape[0] for each, kind in known if kind == VECTOR and each.ndim == 2), 0)
     m = tensors[0].numel() // spec.n
     lead = (1, m // heads, heads) if heads else (m,)
-    is_lone = m == (heads or 1)
+    is_whole = all(kind != ROWS or spec.n * each.itemsize & 15 == 0 for each, kind in known)
+    is_lone = m == (heads or 1) and not is_whole
     views = [
         None if each is None else _view(each, kind, (*lead, spec.n), is_lone)
         for each, kind in zip(tensors, kinds, strict=False)

@@ -78,14 +78,15 @@ def _forward_key(_: Machine, spec: Spec, tensors: ForwardTensors) -> tuple[Any, 
     written = (spec.y_dtype, spec.residual_dtype)
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     n, weight_dtype = spec.n, None if weight is None else weight.dtype
-    kind = _size_of(spec.reproducible, x.numel() // n, n), spec.casting, form, policy_of(spec.reproducible)
+    kind = size_class(x.numel() // n, n), spec.casting, form, policy_of(spec.reproducible)
     return "forward", n, dtype, weight_dtype, *kind
 
 
 def _backward_key(_: Machine, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> tuple[Any, ...]:
     x, dy, weight, _, d_residual_out, *target = tensors
-    # Under a level a frozen weight has the kernel of a trained one, hence the bits of its dx.
-    has_dw = wanted.dw is not None or (spec.reproducible > 0 and weight is not None)
+    # Under a level dx beside a frozen weight is that beside a trained one, with db summed by the same kernel.
+    is_level, has_weight = spec.reproducible > 0, weight is not None
+    has_dw = wanted.dw is not None or (is_level and has_weight and wanted.db is not None)
     n, op = spec.n, "dx" if not has_dw else ADDING if target else "backward"
     # db beside dw, from partial rows of the same kernel; alone it is a sum of PyTorch's
     is_beside_dw = wanted.db is not None and op != "dx" and n <= WIDEST_BIAS_ROW
@@ -95,12 +96,8 @@ def _backward_key(_: Machine, spec: Spec, tensors: BackwardTensors, wanted: Want
     per_head = weight is not None and weight.ndim == 2
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
     weight_dtype = None if weight is None else weight.dtype
-    kind = _size_of(spec.reproducible, x.numel() // n, n), spec.casting, form, policy_of(spec.reproducible)
+    kind = size_class(x.numel() // n, n), spec.casting, form, policy_of(spec.reproducible)
     return op, n, dtype, weight_dtype, *kind
-
-
-def _size_of(level: int, m: int, n: int) -> str:
-    return "large" if level else size_class(m, n)
 
 
 def policy_of(level: int) -> Policy:
@@ -136,7 +133,7 @@ def plan_for(problem: Problem) -> Plan:
 def backward_plan(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Plan:
     """Plan a plain backward of (m, n), x and weight of one dtype. KeyError for a dtype that no kernel takes."""
     level = reproducibility.flags()
-    key = "backward", n, dtype, dtype, _size_of(level, m, n), "once", PLAIN, policy_of(level)
+    key = "backward", n, dtype, dtype, size_class(m, n), "once", PLAIN, policy_of(level)
     launcher = launcher_of(BACKWARD, machine_of(device), key)
     assert launcher is not None, "every plain call is fused"
     return launcher.plan

@@ -69,6 +69,7 @@ from .tiles import (
     ConstBool,
     ConstInt,
     added,
+    order_of,
     packed_row_as_float32,
     paired_row_as_float32,
     row_as_float32,
@@ -84,13 +85,13 @@ def row_gradients(load, store, arrays, where, NUMBERS, PIECES, HOW, tahead=(), t
     them, if HAS_DB, those of db.
 
     load, store: by gathers or by TMA (rows.py), where TMA's rows may be widened in pairs, PAIRED. HOW is (LATENCY,
-    PACKED, PAIRED, ROUND_XHAT, HAS_DB, LANES), LANES that of `sum_of_lanes`. In a loop the compiler hoists the load of
+    PACKED, PAIRED, ROUND_XHAT, HAS_DB, ORDER), ORDER that of `sum_of_lanes`. In a loop the compiler hoists the load of
     weight. PACKED keeps x and dy in their own 16 bits while the products are summed. tahead: the row's rstd, if it is
     here already. team: of a block that holds a part of the row (team.py).
     """
     dx, dy, x, weights, rstd, d_residual_out, d_residual = arrays
     inv_n, offset = NUMBERS
-    LATENCY, PACKED, PAIRED, ROUND_XHAT, HAS_DB, LANES = HOW
+    LATENCY, PACKED, PAIRED, ROUND_XHAT, HAS_DB, ORDER = HOW
     tstored_x, tstored_dy = load(x, where, LATENCY), load(dy, where, LATENCY)
     td_residual_out = load(d_residual_out[0], where, LATENCY) if len(d_residual_out) > 0 else ()
     trstd = tahead[0] if len(tahead) > 0 else ct.load(rstd, where[0], shape=())
@@ -101,7 +102,7 @@ def row_gradients(load, store, arrays, where, NUMBERS, PIECES, HOW, tahead=(), t
     else:
         tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
     th, tg = h_and_g(tdy, trstd, tscale)
-    total = sum_of_team(sum_of_products(tx, tg, PIECES, LANES=LANES), where[0], team)
+    total = sum_of_team(sum_of_products(tx, tg, PIECES, ORDER), where[0], team)
     tfactor = factor_of_x(total * inv_n, trstd)
     if PACKED:
         tx, tdy = packed_row_as_float32(tstored_x), packed_row_as_float32(tstored_dy)
@@ -135,7 +136,7 @@ def backward_rows(
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
     SHORT: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,). The next kernel may be launched as soon as every block runs: its blocks wait for this one's end.
@@ -148,16 +149,17 @@ def backward_rows(
     d_residual = with_divisor(d_residual, DIVISOR)
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
     NUMBERS, partials, HAS_DB = (inv_n, offset), (dw_partial, db_partial), len(db_partial) > 0
+    ORDER = order_of(x, DIVISOR, WARPS)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
     wait_and_signal(DEPENDENT)
 
     if SHORT and rows_of(x) <= ct.num_blocks(0):
-        HOW = (1, PACKED, False, ROUND_XHAT, HAS_DB, LANES)
+        HOW = (1, PACKED, False, ROUND_XHAT, HAS_DB, ORDER)
         where = (ct.bid(0), 0, tcolumns, EVEN)
         tsums = row_gradients(load_row, store_row, arrays, where, NUMBERS, PIECES, HOW)
         store_sums(store_row, (ct.bid(0), 0, tcolumns, EVEN), partials, tsums, HAS_DW)
     else:
-        HOW = (LATENCY, PACKED, False, ROUND_XHAT, HAS_DB, LANES)
+        HOW = (LATENCY, PACKED, False, ROUND_XHAT, HAS_DB, ORDER)
         tsums = zeros_like(tcolumns + tcolumns if HAS_DB else tcolumns)
         for row in range(ct.bid(0), rows_of(x), ct.num_blocks(0)):
             where = (row, 0, tcolumns, EVEN)
@@ -189,7 +191,7 @@ def backward_tiles(
     HAS_DW: ConstBool,
     PER_HEAD: ConstBool,
     ROUND_XHAT: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,), or PER_HEAD (P * tiles along H,). Each row is PIECES tiles side by side (heads.py), and what lies
@@ -217,7 +219,7 @@ def backward_tiles(
         tdy = load_tiles_at(dy, place, SHAPE, PIECES, HOW)
         td_residual_out = load_optional_at(d_residual_out, place, SHAPE, PIECES, HOW)
         th, tg = h_and_g(tdy, trstd, tscale)
-        tfactor = factor_of_x(sum_of_products(tx, tg, PIECES, 1, LANES) * inv_n, trstd)
+        tfactor = factor_of_x(sum_of_products(tx, tg, PIECES, order_of(x, DIVISOR, WARPS), 1) * inv_n, trstd)
 
         for k in ct.static_iter(range(PIECES)):
             td = gradient(tx[k : k + 1], tfactor, tg[k : k + 1])

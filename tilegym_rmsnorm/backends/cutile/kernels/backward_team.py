@@ -37,7 +37,7 @@ from .rows import (
     with_divisor,
 )
 from .team import join_team, member_of
-from .tiles import ConstBool, ConstInt, added, zeros_like
+from .tiles import ConstBool, ConstInt, added, order_of, zeros_like
 
 
 def backward_team(
@@ -62,7 +62,7 @@ def backward_team(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P * MEMBERS,). Team k walks rows k, k + P, ...; its member m holds PIECES tiles of columns of each."""
@@ -72,7 +72,7 @@ def backward_team(
     first, team = join_team(board, MEMBERS, SLOTS)
     tcolumns = column_tiles_of(member_of(team), WIDTH, PIECES)
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
-    NUMBERS, HOW = (inv_n, offset), (LATENCY, False, False, ROUND_XHAT, False, LANES)
+    NUMBERS, HOW = (inv_n, offset), (LATENCY, False, False, ROUND_XHAT, False, order_of(x, DIVISOR, WARPS))
     tdw = zeros_like(tcolumns)
     for row in range(first, x.shape[0], ct.num_blocks(0) // MEMBERS):
         where = (row, member_of(team), tcolumns, EVEN)
@@ -106,7 +106,7 @@ def backward_pipelined_team(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: as backward_team's."""
@@ -123,11 +123,11 @@ def backward_pipelined_team(
         tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),) if RSTD_AHEAD else ()
         where = (row, member_of(team), tcolumns if RSTD_AHEAD else not_hoisted(tcolumns, row), EVEN)
         if PACKED:
-            HOW = (LATENCY, PACKED, ROUND_XHAT, LANES)
+            HOW = (LATENCY, PACKED, ROUND_XHAT, order_of(x, DIVISOR, WARPS))
             tdw = add_row_by_tma(arrays, where, tdw, tahead[0], NUMBERS, HOW, team)
         else:
             # rounding leaves no registers for pairs
-            HOW = (LATENCY, False, not ROUND_XHAT, ROUND_XHAT, False, LANES)
+            HOW = (LATENCY, False, not ROUND_XHAT, ROUND_XHAT, False, order_of(x, DIVISOR, WARPS))
             tterms = row_gradients(
                 load_part_of_row, store_part_of_row, arrays, where, NUMBERS, PIECES, HOW, tahead, team
             )

@@ -43,19 +43,28 @@ from .pdl import wait_for_launch_before
 from .residual import with_residual
 from .rows import column_tiles, gather_tile, has_aligned_rows, load_row, store_row, with_divisor
 from .team import member_of, sum_of_team
-from .tiles import ConstBool, ConstInt, as_float32, packed_row_as_float32, row_as_float32, sum_of_products
+from .tiles import (
+    ConstBool,
+    ConstInt,
+    as_float32,
+    order_of,
+    packed_row_as_float32,
+    row_as_float32,
+    sum_of_products,
+)
 from .weights import gather_columns, joint_load, load_scale, load_weight, scale_of, shifted, weight_tile
 
 
 def normalize_row(arrays, where, NUMBERS, PIECES, HOW, team=()):
     """Writes y and rstd of one row.
 
-    HOW is (LATENCY, ALIGNED, PACKED, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS), the switches of `forward_rows`
-    and two more: ALIGNED, whether rows begin at multiples of 16 bytes; SIGNALS, whether the next kernel is let in here.
+    HOW is (LATENCY, ALIGNED, PACKED, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS, ORDER), the switches of
+    `forward_rows` and three more: ALIGNED, whether rows begin at multiples of 16 bytes; SIGNALS, whether the next
+    kernel is let in here; ORDER, that of `sum_of_lanes`.
     team: of a block that holds a part of the row (team.py)."""
     y, rstd, x, weights, residual, bias = arrays
     inv_n, eps, offset = NUMBERS
-    LATENCY, ALIGNED, PACKED, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS = HOW
+    LATENCY, ALIGNED, PACKED, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS, ORDER = HOW
     IS_JOINT = JOINT_WEIGHT and len(weights) > 0 and weights[0].dtype == x.dtype
     IS_EARLY = not IS_JOINT and (EARLY_WEIGHT or JOINT_WEIGHT)
     tstored = load_row(x, where, LATENCY)
@@ -70,7 +79,7 @@ def normalize_row(arrays, where, NUMBERS, PIECES, HOW, team=()):
     tresidual = load_row(residual[0], where, LATENCY) if len(residual) > 0 else ()
     tstored = with_residual(tstored, tresidual, residual, store_row, where)
     tx = row_as_float32(tstored)
-    total = sum_of_team(sum_of_products(tx, tx, PIECES), where[0], team)
+    total = sum_of_team(sum_of_products(tx, tx, PIECES, ORDER), where[0], team)
     is_first = member_of(team) == 0
     trstd = rstd_of(total, inv_n, eps)
     if is_first:
@@ -108,6 +117,7 @@ def forward_rows(
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
     JOINT_WEIGHT: ConstBool,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (M,). The signal to the next kernel comes first, unless EARLY_WEIGHT needs it behind the loads. PACKED
@@ -124,7 +134,16 @@ def forward_rows(
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
     where, NUMBERS = (ct.bid(0), 0, tcolumns, EVEN), (inv_n, eps, offset)
     ALIGNED, SIGNALS = has_aligned_rows(x, DIVISOR), DEPENDENT and EARLY_WEIGHT
-    HOW = (LATENCY, ALIGNED, PACKED, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS)
+    HOW = (
+        LATENCY,
+        ALIGNED,
+        PACKED,
+        ROUND_XHAT,
+        EARLY_WEIGHT,
+        JOINT_WEIGHT,
+        SIGNALS,
+        order_of(x, DIVISOR, WARPS),
+    )
     normalize_row(arrays, where, NUMBERS, PIECES, HOW)
 
 
@@ -192,6 +211,7 @@ def forward_tiles(
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
     JOINT_WEIGHT: ConstBool,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: a block for each tile (heads.py). Rows past the last are not written.
@@ -224,7 +244,7 @@ def forward_tiles(
 
     where, dtype = (place, 0, SHAPE, False), residual[1].dtype if len(residual) > 0 else x.dtype
     tx = row_as_float32(with_residual(tx, tresidual, residual, store_tiles_at, where))
-    trstd = rstd_of(sum_of_products(tx, tx, PIECES, AXIS=1), inv_n, eps)
+    trstd = rstd_of(sum_of_products(tx, tx, PIECES, order_of(x, DIVISOR, WARPS), AXIS=1), inv_n, eps)
     store_rstd_at(rstd, x, place, trstd, SHAPE)
 
     txhat = xhat_of(tx, trstd, dtype, ROUND_XHAT)

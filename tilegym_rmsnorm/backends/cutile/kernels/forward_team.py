@@ -13,7 +13,7 @@ from .forward import normalize_row
 from .pdl import wait_and_signal
 from .rows import column_tiles_of, has_aligned_rows, with_divisor
 from .team import join_team, member_of
-from .tiles import ConstBool, ConstInt
+from .tiles import ConstBool, ConstInt, order_of
 
 
 def forward_team(
@@ -38,6 +38,7 @@ def forward_team(
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
     JOINT_WEIGHT: ConstBool,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (M * MEMBERS,). A block computes PIECES tiles of columns of one row and ends: blocks that walk rows, as
@@ -48,5 +49,14 @@ def forward_team(
     row, team = join_team(board, MEMBERS, SLOTS)
     where = (row, member_of(team), column_tiles_of(member_of(team), WIDTH, PIECES), EVEN)
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
-    HOW = (LATENCY, has_aligned_rows(x, DIVISOR), PACKED, ROUND_XHAT, False, JOINT_WEIGHT, False)
+    HOW = (
+        LATENCY,
+        has_aligned_rows(x, DIVISOR),
+        PACKED,
+        ROUND_XHAT,
+        False,
+        JOINT_WEIGHT,
+        False,
+        order_of(x, DIVISOR, WARPS),
+    )
     normalize_row(arrays, where, (inv_n, eps, offset), PIECES, HOW, team)

@@ -35,6 +35,7 @@ from .tiles import (
     ConstBool,
     ConstInt,
     added,
+    order_of,
     packed_row_as_float32,
     paired_row_as_float32,
     row_as_float32,
@@ -64,7 +65,7 @@ def add_row_by_tma(arrays, where, tsums, trstd, NUMBERS, HOW, team=()):
     """
     dx, dy, x, weights, _, d_residual_out, d_residual = arrays
     inv_n, offset = NUMBERS
-    LATENCY, PACKED, ROUND_XHAT, LANES = HOW
+    LATENCY, PACKED, ROUND_XHAT, ORDER = HOW
     row, part, tcolumns, EVEN = where
     tstored_x, tstored_dy = load_part_of_row(x, where, LATENCY), load_part_of_row(dy, where, LATENCY)
     td_residual_out = ()
@@ -81,7 +82,7 @@ def add_row_by_tma(arrays, where, tsums, trstd, NUMBERS, HOW, team=()):
     tterms = terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
     tsums = added(tsums, tterms + tdy if len(tsums) > len(tterms) else tterms)
 
-    total = sum_of_team(sum_of_products(tx, tg, len(tcolumns), LANES=LANES), row, team)
+    total = sum_of_team(sum_of_products(tx, tg, len(tcolumns), ORDER), row, team)
     if len(team) > 0 and (x.dtype == ct.float16 or HAS_WIDE_WEIGHT):
         tx = packed_row_as_float32(tstored_x)
     td = gradient(tx, factor_of_x(total * inv_n, trstd), tg)
@@ -110,7 +111,7 @@ def backward_pipelined(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,). The next kernel is let in early, as backward_rows does."""
@@ -119,7 +120,7 @@ def backward_pipelined(
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
     d_residual = with_divisor(d_residual, DIVISOR)
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
-    NUMBERS, HOW = (inv_n, offset), (LATENCY, PACKED, ROUND_XHAT, LANES)
+    NUMBERS, HOW = (inv_n, offset), (LATENCY, PACKED, ROUND_XHAT, order_of(x, DIVISOR, WARPS))
     tcolumns = column_tiles(WIDTH, PIECES, 0)
     tsums = zeros_like(tcolumns + tcolumns if len(db_partial) > 0 else tcolumns)
     trstd = rstd_ahead(rstd, ct.bid(0))

@@ -13,7 +13,7 @@ The pairs are (i, i + R / 2), or INTERLEAVED (2i, 2i + 1). The backward reads x 
 
 With dn in the place of dy the rest is the backward of RMSNorm, and its partial rows of dw are summed as there
 (backward.py). ROUND_XHAT is casting="llama". ROUND_N is rounding="norm" or "each": n is rounded to x's dtype.
-ROUND_EACH is "each": so are both products and their sum. LANES is that of `sum_of_lanes`.
+ROUND_EACH is "each": so are both products and their sum.
 
 The grid of either pass is q_blocks that walk the tiles of q, then those that walk the tiles of k. With weights of heads
 either number is a multiple of the tiles along H, so that a block stays at its heads. A block loads the weight once. It
@@ -39,7 +39,7 @@ from .formula import factor_of_x, gradient, h_and_g, rstd_of, scaled, terms_of_d
 from .heads import count_tiles, indices, indices_of_heads, row_numbers, tiles_along_heads
 from .pdl import wait_and_signal
 from .rows import has_aligned_rows
-from .tiles import ZERO, ConstBool, ConstInt, added, as_float32, rounded, sum_of_products, zeros
+from .tiles import ZERO, ConstBool, ConstInt, added, as_float32, order_of, rounded, sum_of_products, zeros
 from .weights import scale_of
 
 
@@ -246,7 +246,7 @@ def normalize_and_rotate(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HO
     """Writes y of tiles block, block + blocks, block + 2 blocks, ... of the heads of q or k."""
     y, x = heads[0], heads[1]
     inv_n, eps, offset = NUMBERS
-    FULL_TABLES, LANES, ROUND_XHAT, ROUND_N, ROUND_EACH = SWITCHES
+    FULL_TABLES, WARPS, ROUND_XHAT, ROUND_N, ROUND_EACH = SWITCHES
     PIECES, (_, TMA, _) = PAIRS[1], HOW
     first = place_by_steps(x, block, SHAPE)
     weights, tweight = heads[2:], ()
@@ -257,7 +257,7 @@ def normalize_and_rotate(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HO
         place = place_by_steps(x, i, SHAPE)
         tx = load_pairs(load_heads, x, place, SHAPE, PAIRS, HOW)
         trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)
-        trstd = rstd_of(sum_of_products(tx, tx, 2 * PIECES, 3, LANES), inv_n, eps)
+        trstd = rstd_of(sum_of_products(tx, tx, 2 * PIECES, order_of(x, HOW[2], WARPS), 3), inv_n, eps)
 
         tn = scaled(xhat_of(tx, trstd, x.dtype, ROUND_XHAT), tscale, ())
         tn = tuple(rounded(t, x.dtype, ROUND_N) for t in ct.static_iter(tn))
@@ -291,14 +291,14 @@ def forward_rope(
     TMA: ConstBool,
     DIVISOR: ConstInt,
     FULL_TABLES: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     ROUND_XHAT: ConstBool,
     ROUND_N: ConstBool,
     ROUND_EACH: ConstBool,
     DEPENDENT: ConstBool,
 ):
     PAIRS, HOW = (HALF, PIECES, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
-    SWITCHES = (FULL_TABLES, LANES, ROUND_XHAT, ROUND_N, ROUND_EACH)
+    SWITCHES = (FULL_TABLES, WARPS, ROUND_XHAT, ROUND_N, ROUND_EACH)
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
     wait_and_signal(DEPENDENT)
     K_SHAPE, NUMBERS = (K_ROWS, K_HEADS, WIDTH), (inv_n, eps, offset)
@@ -327,7 +327,7 @@ def gradients_of_heads(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HOW,
     dx, dy, x = heads[0], heads[1], heads[2]
     weights, partials = heads[3:4], heads[4:]
     inv_n, eps, offset = NUMBERS
-    FULL_TABLES, LANES, ROUND_XHAT = SWITCHES
+    FULL_TABLES, WARPS, ROUND_XHAT = SWITCHES
     ROWS, HEADS, WIDTH = SHAPE
     PIECES, (_, TMA, _) = PAIRS[1], HOW
     first = place_by_steps(x, block, SHAPE)
@@ -344,12 +344,14 @@ def gradients_of_heads(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HOW,
         trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)
         # 0 of rows past the last: with an eps of 0 it would be infinite, and their terms of dw NaN
         tinside = ct.reshape(row_numbers(x, place, SHAPE)[1], (1, ROWS, HEADS, 1))
-        tsquares = sum_of_products(tx, tx, 2 * PIECES, 3, LANES)
+        tsquares = sum_of_products(tx, tx, 2 * PIECES, order_of(x, HOW[2], WARPS), 3)
         trstd = ct.where(tinside, rstd_of(tsquares, inv_n, eps), 0.0)
 
         tdn = rotated_back(tdy, trotation, PIECES)
         th, tg = h_and_g(tdn, trstd, tscale)
-        tfactor = factor_of_x(sum_of_products(tx, tg, 2 * PIECES, 3, LANES) * inv_n, trstd)
+        tfactor = factor_of_x(
+            sum_of_products(tx, tg, 2 * PIECES, order_of(x, HOW[2], WARPS), 3) * inv_n, trstd
+        )
         store_pairs(dx, place, gradient(tx, tfactor, tg), (1, ROWS, HEADS), PAIRS, TMA)
         tdw = added(tdw, terms_of_dw(tx, tdn, th, trstd, x.dtype, ROUND_XHAT))
 
@@ -383,13 +385,13 @@ def backward_rope(
     TMA: ConstBool,
     DIVISOR: ConstInt,
     FULL_TABLES: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """The next kernel is not let in early (backward.py)."""
     PAIRS, HOW = (HALF, PIECES, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
-    SWITCHES = (FULL_TABLES, LANES, ROUND_XHAT)
+    SWITCHES = (FULL_TABLES, WARPS, ROUND_XHAT)
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
     if DEPENDENT:
         ct.grid_dependency_control_wait()

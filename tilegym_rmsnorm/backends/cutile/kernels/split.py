@@ -32,7 +32,7 @@ from .rows import (
     store_sum_of_rows,
     with_divisor,
 )
-from .tiles import ConstBool, ConstInt, added, at_least_zero, zeros
+from .tiles import ConstBool, ConstInt, added, at_least_zero, order_of, zeros
 
 
 def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, OF_STRIP):
@@ -80,6 +80,7 @@ def backward_split(
     EVEN_STRIPS: ConstBool,
     DIVISOR: ConstInt,
     ROUND_XHAT: ConstBool,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (strips + slab, P), with strips = cdiv(N, STRIP), slab = tiles_in_slab * ROWS and P = cdiv(M, slab).
@@ -107,7 +108,7 @@ def backward_split(
         if row < x.shape[0]:
             # there is a weight: without one nothing needs dw. A row is loaded once, so no latency is to hide.
             arrays, where = (dx, dy, x, (weight,), rstd, (), ()), (row, 0, column_tiles(WIDTH, 1, REST), EVEN)
-            HOW = (1, False, False, ROUND_XHAT, False, 0)
+            HOW = (1, False, False, ROUND_XHAT, False, order_of(x, DIVISOR, WARPS))
             row_gradients(load_row, store_row, arrays, where, (inv_n, offset), 1, HOW)
 
 

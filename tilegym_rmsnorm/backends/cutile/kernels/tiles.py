@@ -92,29 +92,43 @@ def multiplied(a, b):
     return tuple(a[k] * b[k] for k in ct.static_iter(range(len(a))))
 
 
-def sum_of_products(a, b, PIECES, AXIS=None, LANES=0):
-    """Sum a * b over all lanes, or along AXIS, which stays, for two tuples of tiles: the first PIECES are equally wide,
-    and so are the others. LANES: of `sum_of_lanes`.
+def order_of(rows, DIVISOR, WARPS):
+    """How `sum_of_lanes` adds rows of an array in a block of so many warps: (VECTOR, THREADS). A thread loads VECTOR
+    neighbours at a time: 16 bytes, or as many as DIVISOR, of N, lets it."""
+    return min(DIVISOR, 4 if rows.dtype == ct.float32 else 8), 32 * WARPS
+
+
+def sum_of_products(a, b, PIECES, ORDER, AXIS=None):
+    """Sum a * b over all lanes, or along AXIS, which is the last and stays, for two tuples of tiles: the first PIECES
+    are equally wide, and so are the others. ORDER: of `order_of`.
 
     Equal ones are added lane by lane first: the sum across lanes, which waits for all warps, comes once for them.
     """
-    total = sum_of_lanes(products_lane_by_lane(a[:PIECES], b[:PIECES]), AXIS, LANES)
+    total = sum_of_lanes(products_lane_by_lane(a[:PIECES], b[:PIECES]), ORDER, AXIS)
     if len(a) > PIECES:
-        total = total + sum_of_lanes(products_lane_by_lane(a[PIECES:], b[PIECES:]), AXIS, LANES)
+        total = total + sum_of_lanes(products_lane_by_lane(a[PIECES:], b[PIECES:]), ORDER, AXIS)
     return total
 
 
-def sum_of_lanes(tile, AXIS, LANES):
-    """LANES > 0 fixes the order, along the last axis: lanes 2i and 2i + 1 are added, then their sums so, until one is
-    left. Each step has two terms. Of one row, with an AXIS of None, LANES are left, as many as a block has warps: no
-    thread holds two of them, and ct.sum adds them. By ct.sum alone the compiler chooses how a thread adds what it
-    holds, and copies of a loop differ in that."""
-    LEFT = LANES if AXIS is None else 1
-    if LANES > 0 and tile.shape[-1] > LEFT:
-        tpairs = ct.reshape(tile, tile.shape[:-1] + (tile.shape[-1] // 2, 2))
-        total = sum_of_lanes(ct.sum(tpairs, axis=-1), AXIS, LANES)
-    else:
+def sum_of_lanes(tile, ORDER, AXIS=None):
+    """Add what a thread holds of a row in one order: neighbours that it loads together, then, two terms at a time, what
+    lies half a row apart. ct.sum adds the rest, of which a thread holds one.
+
+    By ct.sum alone the compiler chooses in which order a thread adds: copies of one loop differ in that, and so would a
+    row's bits by its place among the others (tests/machine_code/orders.py). Tiles of rows that a thread holds VECTOR
+    lanes of, or fewer, have one order so. `Variant.order` says which variants add alike.
+    """
+    VECTOR, THREADS = ORDER
+    LEAD, WIDTH = tile.shape[:-1], tile.shape[-1]
+    HELD = min(VECTOR, WIDTH // THREADS)
+    if WIDTH <= THREADS or (AXIS is not None and WIDTH <= VECTOR * THREADS):
         total = ct.sum(tile, axis=AXIS, keepdims=AXIS is not None)
+    elif HELD > 1:
+        tneighbours = ct.reshape(tile, LEAD + (WIDTH // HELD, HELD))
+        total = sum_of_lanes(ct.sum(tneighbours, axis=-1), (1, THREADS), AXIS)
+    else:
+        thalves = ct.reshape(tile, LEAD + (2, WIDTH // 2))
+        total = sum_of_lanes(ct.sum(thalves, axis=-2), (1, THREADS), AXIS)
     return total
 
 

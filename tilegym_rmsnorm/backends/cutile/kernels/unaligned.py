@@ -30,7 +30,7 @@ from .pdl import wait_and_signal
 from .residual import store_gradients, with_residual
 from .rows import store_sums
 from .team import join_team, member_of, sum_of_team
-from .tiles import ConstBool, ConstInt, added, as_float32, row_as_float32, sum_of_products, zeros
+from .tiles import ConstBool, ConstInt, added, as_float32, order_of, row_as_float32, sum_of_products, zeros
 from .weights import scale_of
 
 
@@ -166,10 +166,10 @@ def sum_with_team(ttotal, row, team):
 
 
 def normalize_rows(arrays, block, blocks, NUMBERS, SHAPE, HOW, team=()):
-    """The forward of a block, one of so many. HOW is (ENDS, LATENCY, ROUND_XHAT, LANES)."""
+    """The forward of a block, one of so many. HOW is (ENDS, LATENCY, ROUND_XHAT, ORDER)."""
     y, rstd, x, weights, residual, bias = arrays
     inv_n, eps, offset = NUMBERS
-    ENDS, LATENCY, ROUND_XHAT, LANES = HOW
+    ENDS, LATENCY, ROUND_XHAT, ORDER = HOW
     ROWS, _, PIECES, VECTOR = SHAPE
     SHIFTS, part = shifts_of(VECTOR, ENDS), member_of(team)
     first, n, m = block % SHIFTS, length_of_rows(x, VECTOR, ENDS), x.shape[0]
@@ -187,7 +187,7 @@ def normalize_rows(arrays, block, blocks, NUMBERS, SHAPE, HOW, team=()):
         if len(residual) > 0:
             tresidual = load_inner(residual[0], where, LATENCY) + tahead[1:]
         tx = row_as_float32(with_residual(tstored, tresidual, residual, store_rows, where))
-        total = sum_with_team(sum_of_products(tx, tx, PIECES, 1, LANES), step * SHIFTS + first, team)
+        total = sum_with_team(sum_of_products(tx, tx, PIECES, ORDER, 1), step * SHIFTS + first, team)
         trstd = rstd_of(total, inv_n, eps)
         ct.scatter(rstd, where[0] + first, trstd, mask=where[1] & (part == 0), check_bounds=False)
         store_rows(y, where, scaled(xhat_of(tx, trstd, dtype, ROUND_XHAT), tscale, tbias))
@@ -196,10 +196,10 @@ def normalize_rows(arrays, block, blocks, NUMBERS, SHAPE, HOW, team=()):
 
 def gradients_of_rows(arrays, partials, block, blocks, NUMBERS, SHAPE, HOW, team=()):
     """The backward of a block, one of so many; it writes row `block` of `partials`, dw_partial and () or (db_partial,).
-    HOW is (ENDS, LATENCY, HAS_DW, ROUND_XHAT, LANES)."""
+    HOW is (ENDS, LATENCY, HAS_DW, ROUND_XHAT, ORDER)."""
     dx, dy, x, weights, rstd, d_residual_out, d_residual = arrays
     inv_n, offset = NUMBERS
-    ENDS, LATENCY, HAS_DW, ROUND_XHAT, LANES = HOW
+    ENDS, LATENCY, HAS_DW, ROUND_XHAT, ORDER = HOW
     ROWS, WIDTH, PIECES, VECTOR = SHAPE
     SHIFTS = shifts_of(VECTOR, ENDS)
     first, n, m = block % SHIFTS, length_of_rows(x, VECTOR, ENDS), x.shape[0]
@@ -223,7 +223,7 @@ def gradients_of_rows(arrays, partials, block, blocks, NUMBERS, SHAPE, HOW, team
             td_residual_out = load_inner(d_residual_out[0], where, LATENCY) + tahead[2:]
 
         th, tg = h_and_g(tdy, trstd, tscale)
-        total = sum_with_team(sum_of_products(tx, tg, PIECES, 1, LANES), step * SHIFTS + first, team)
+        total = sum_with_team(sum_of_products(tx, tg, PIECES, ORDER, 1), step * SHIFTS + first, team)
         td = gradient(tx, factor_of_x(total * inv_n, trstd), tg)
         store_gradients(store_rows, where, dx, d_residual, td, td_residual_out)
         tdw = added(tdw, terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT))
@@ -250,12 +250,12 @@ def forward_unaligned(
     LATENCY: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: a multiple of VECTOR where there are ENDS."""
     wait_and_signal(DEPENDENT)
-    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, LANES)
+    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, order_of(x, VECTOR, WARPS))
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
     normalize_rows(arrays, ct.bid(0), ct.num_blocks(0), (inv_n, eps, offset), SHAPE, HOW)
 
@@ -280,13 +280,13 @@ def forward_unaligned_team(
     SLOTS: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: MEMBERS times what forward_unaligned has. The first member of a team has a row's ends."""
     wait_and_signal(DEPENDENT)
     block, team = join_team(board, MEMBERS, SLOTS)
-    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, LANES)
+    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, order_of(x, VECTOR, WARPS))
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
     normalize_rows(arrays, block, ct.num_blocks(0) // MEMBERS, (inv_n, eps, offset), SHAPE, HOW, team)
 
@@ -312,12 +312,15 @@ def backward_unaligned(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,), a multiple of VECTOR where there are ENDS."""
     wait_and_signal(DEPENDENT)
-    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT, LANES)
+    SHAPE, HOW = (
+        (ROWS, WIDTH, PIECES, VECTOR),
+        (ENDS, LATENCY, HAS_DW, ROUND_XHAT, order_of(x, VECTOR, WARPS)),
+    )
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
     partials, blocks, NUMBERS = (dw_partial, db_partial), ct.num_blocks(0), (inv_n, offset)
     gradients_of_rows(arrays, partials, ct.bid(0), blocks, NUMBERS, SHAPE, HOW)
@@ -345,13 +348,13 @@ def backward_unaligned_team(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
-    LANES: ConstInt,
+    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P * MEMBERS,). The first member of a team has a row's ends."""
     wait_and_signal(DEPENDENT)
     block, team = join_team(board, MEMBERS, SLOTS)
-    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT, LANES)
+    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT, order_of(x, VECTOR, WARPS))
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
     blocks, NUMBERS = ct.num_blocks(0) // MEMBERS, (inv_n, offset)
     gradients_of_rows(arrays, (dw_partial, ()), block, blocks, NUMBERS, SHAPE, HOW, team)

@@ -190,6 +190,8 @@ class Split(Variant):
     strip: int = field()
     slab: int = field()
 
+    rows_of_sum = 1  # `rows` are those of a strip
+
     @property
     def tile(self) -> int:
         return max(self.lanes, self.rows * self.strip)

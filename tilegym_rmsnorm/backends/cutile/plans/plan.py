@@ -53,7 +53,6 @@ class Plan:
             "ADDS": int(self.adds),
             "PER_HEAD": problem.form.per_head,
             "ROUND_XHAT": problem.casting == "llama",
-            "LANES": step.warps if problem.policy.is_batch_invariant else 0,
             # Programmatic dependent launch came with Hopper: the next kernel's blocks start while the last of this run.
             "DEPENDENT": problem.device.architecture >= 90,
         }

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 OPS = ("forward", "backward", "dx")  # "dx": a backward without dw, for a frozen weight or none
@@ -127,6 +128,12 @@ class Problem(NamedTuple):
     def narrowest_itemsize(self) -> int:
         """Bytes of an element of the narrowest array of rows."""
         return self.form.narrowest or self.itemsize
+
+    @property
+    def vectors(self) -> set[int]:
+        """How many neighbours of a packed row a thread loads at a time, by 16 bytes, of the widest rows and of the
+        narrowest."""
+        return {math.gcd(self.n, 16 // each) for each in (self.itemsize, self.narrowest_itemsize)}
 
     @property
     def is_beside_float32(self) -> bool:

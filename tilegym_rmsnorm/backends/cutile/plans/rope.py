@@ -51,7 +51,6 @@ class RopeProblem(NamedTuple):
     casting: str
     rounding: str
     architecture: int
-    is_batch_invariant: bool = False  # heads are added in one order (`sum_of_lanes`)
 
     @property
     def divisor(self) -> int:
@@ -315,7 +314,6 @@ class RopePlan(NamedTuple):
             "HALF": problem.rotary_dim // 2,
             "INTERLEAVED": problem.interleaved,
             "FULL_TABLES": problem.has_full_tables,
-            "LANES": int(problem.is_batch_invariant),
             "ROUND_XHAT": problem.casting == "llama",
             "ROUND_N": problem.rounding != "end",
             "ROUND_EACH": problem.rounding == "each",

@@ -11,12 +11,13 @@ then what serves beside a weight of x's dtype.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans import rules
-from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     FLOAT32,
@@ -49,8 +50,7 @@ def select(problem: Problem, tables: Tables) -> Plan:
         known = f"a dtype of {tuple(ITEMSIZE)}, architecture one of {rules.ARCHITECTURES}"
         raise ValueError(f"expected rows of 1 element or more, {known}, got {n}, {dtype}, {architecture}")
     if problem.policy.is_batch_invariant:
-        choice = _choose_batch_invariant(problem, tables)
-        return plan_of(problem, *choice)
+        return _select_batch_invariant(problem, Tables(rules=tables.rules))
     if problem.partials == "own" and problem.op == "backward":
         shared = _unshared(problem, tables)
         first = rules.own_partials(problem, shared.first)
@@ -58,20 +58,37 @@ def select(problem: Problem, tables: Tables) -> Plan:
     return plan_of(problem, *choose(problem, tables))
 
 
-def _choose_batch_invariant(problem: Problem, tables: Tables) -> Choice:
-    """Choose the first kernel by what neither M nor the GPU's SMs decide: the rules' for many rows. Raises ValueError
-    where fewer SMs are left than its teams need."""
-    policy, device = problem.policy, problem.device
-    asked = problem._replace(
-        size="large", device=device._replace(most_members=MOST_MEMBERS), policy=policy._replace(sm_margin=0)
-    )
-    choice = choose(asked, Tables(rules=tables.rules))
-    if choice.first.members > problem.most_members:
+def _select_batch_invariant(problem: Problem, tables: Tables) -> Plan:
+    """The plan whose first kernel adds a row as the rules' kernel for many rows does, on any number of SMs; for dx
+    alone as that of a backward beside a trained weight. Raises ValueError where fewer SMs are left than its teams need.
+    """
+    device = problem.device._replace(most_members=MOST_MEMBERS)
+    asked = problem._replace(device=device, policy=problem.policy._replace(sm_margin=0))
+    trained = asked._replace(op="backward") if asked.op == "dx" and asked.weight else asked
+    of_all = choose(trained._replace(size="large"), tables)
+    first = of_all.first
+    if first.members > problem.most_members:
         raise ValueError(
-            f"reproducible: expected SMs for teams of {choice.first.members} blocks, {LAUNCHES_AT_ONCE} for each, or"
+            f"reproducible: expected SMs for teams of {first.members} blocks, {LAUNCHES_AT_ONCE} for each, or"
             f" set_teams(False) on every GPU, for rows of {problem.n} elements; got {problem.sm_count} SMs"
         )
-    return choice
+    for choice in _own_of_batch_invariant(asked, first, tables):
+        if all(choice.first.order(each) == first.order(each) for each in problem.vectors):
+            return plan_of(problem, *choice)
+    return plan_of(problem._replace(op=trained.op), *of_all)
+
+
+def _own_of_batch_invariant(asked: Problem, of_all: Variant, tables: Tables) -> Iterator[Choice]:
+    """Yield choices of the problem's own op and size class. Of "device" the rows of a sum over rows are shared one way
+    whatever M is. A block of a split backward holds a row once, so it has registers for one by as many warps."""
+    is_of_sums = asked.policy.is_device_invariant and asked.op == "backward"
+    for size in ("large",) if is_of_sums else dict.fromkeys((asked.size, "large")):
+        own = choose(asked._replace(size=size), tables)
+        yield own
+        if isinstance(own.first, Split) and own.first.warps != of_all.warps:
+            yield own._replace(first=dataclasses.replace(own.first, warps=of_all.warps))
+    if of_all.serves_dx_alone:
+        yield Choice(of_all, "that of a trained weight")
 
 
 def choose(problem: Problem, tables: Tables) -> Choice:

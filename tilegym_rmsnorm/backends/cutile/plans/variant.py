@@ -75,6 +75,22 @@ class Variant:
         """The variant for rows of n elements of settings that leave out what follows from n; None if none fits."""
         return cls(**settings)
 
+    def order(self, vector: int) -> tuple[Any, ...]:
+        """What decides in which order its kernel adds a row of which a thread loads `vector` neighbours at a time
+        (`sum_of_lanes`): variants of one order leave a row the same bits. Each has its own where a row is chunks, or
+        begins between 16 bytes."""
+        if self.goes_through_columns or self.reads_packed:
+            return (self,)
+        threads = 32 * self.warps
+
+        def of_tile(width: int) -> tuple[int, int, int]:
+            held = max(1, width * self.rows_of_sum // threads)  # elements of a thread
+            neighbours = min(vector, held, width)
+            return width, neighbours, min(width // neighbours, threads)
+
+        tiles = (self.width, self.rest) if self.rest else (self.width,)
+        return self.members, self.pieces, *map(of_tile, tiles)
+
     def settings(self) -> dict[str, Any]:
         """The settings that are not at their defaults, as data has them."""
         own = [(each.name, getattr(self, each.name), each.default) for each in dataclasses.fields(self)]
@@ -98,6 +114,11 @@ class Variant:
     def rows_of_tile(self) -> int:
         """Rows that a block holds at a time: of (B, T, H, N) so many of T, and of each so many heads."""
         return self.rows * (self.heads or 1)
+
+    @property
+    def rows_of_sum(self) -> int:
+        """Rows that a block adds at a time."""
+        return self.rows_of_tile
 
     def tiles_of_heads(self, heads: int) -> int:
         return -(-heads // (self.heads or 1))
