@@ -85,10 +85,20 @@ def test_one_order_for_any_batch_and_gpu(n, form):
 
 def test_few_rows_have_kernels_of_their_own_where_those_add_alike():
     """Else a level would cost them twice their time."""
-    for op, n in (("backward", 4096), ("backward", 1024), ("backward", 8192)):
-        asked = Problem(op, n, "bfloat16", "bfloat16", "few", H200, policy=Policy(is_batch_invariant=True))
+    for n, size in ((4096, "few"), (8192, "few"), (1024, "small")):
+        asked = Problem(
+            "backward", n, "bfloat16", "bfloat16", size, H200, policy=Policy(is_batch_invariant=True)
+        )
         few, large = first_of(asked), first_of(asked._replace(size="large"))
-        assert few != large and orders_of(few, asked) == orders_of(large, asked), (op, n)
+        assert few != large and orders_of(few, asked) == orders_of(large, asked), n
+
+
+def test_rows_between_16_bytes_have_one_kernel():
+    """Two of one order had other bits on an H200."""
+    for n, dtype in ((3001, "bfloat16"), (13790, "float32")):
+        asked = Problem("backward", n, dtype, dtype, "large", H200, policy=Policy(is_batch_invariant=True))
+        others = [asked._replace(size=size, op=op) for size in SIZES for op in ("backward", "dx")]
+        assert {first_of(each) for each in others} == {first_of(asked)}
 
 
 @pytest.mark.parametrize("n", WIDTHS)

@@ -59,6 +59,8 @@ class Variant:
     serves_dx_alone: ClassVar[bool] = False
     # whether rows must lie behind each other: others are copied (host/norm.py)
     reads_packed: ClassVar[bool] = False
+    # whether several rows are added as a tile of two dimensions, by ct.sum along one; else each as one of its own
+    adds_in_tiles: ClassVar[bool] = False
     # what of a Form its kernel takes: "residual", "bias", "heads", "per_head"
     takes: ClassVar[frozenset[str]] = frozenset()
 
@@ -76,9 +78,9 @@ class Variant:
         return cls(**settings)
 
     def order(self, vector: int) -> tuple[Any, ...]:
-        """What decides in which order its kernel adds a row of which a thread loads `vector` neighbours at a time
-        (`sum_of_lanes`): variants of one order leave a row the same bits. Each has its own where a row is chunks, or
-        begins between 16 bytes."""
+        """What decides in which order its kernel adds a row of which a thread loads `vector` neighbours, 16 bytes, at a
+        time (`sum_of_lanes`): variants of one order leave a row the same bits. Each has its own where a row is chunks,
+        or begins between 16 bytes."""
         if self.goes_through_columns or self.reads_packed:
             return (self,)
         threads = 32 * self.warps
@@ -89,7 +91,7 @@ class Variant:
             return width, neighbours, min(width // neighbours, threads)
 
         tiles = (self.width, self.rest) if self.rest else (self.width,)
-        return self.members, self.pieces, *map(of_tile, tiles)
+        return self.adds_in_tiles, self.members, self.pieces, *map(of_tile, tiles)
 
     def settings(self) -> dict[str, Any]:
         """The settings that are not at their defaults, as data has them."""

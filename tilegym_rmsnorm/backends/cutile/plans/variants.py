@@ -62,6 +62,7 @@ class ForwardTiles(LoadsWeight):
 
     kernel = "forward_tiles"
     serves = ("forward",)
+    adds_in_tiles = True
     takes = frozenset({"residual", "bias", "heads", "per_head"})
 
     rows: int = 1
@@ -127,6 +128,7 @@ class BackwardTiles(Walks):
 
     kernel = "backward_tiles"
     serves = ("backward", "dx")
+    adds_in_tiles = True
     takes = frozenset({"residual", "bias", "heads", "per_head"})
 
     rows: int = 1
