@@ -177,3 +177,20 @@ def test_a_plan_serves_its_problem_and_adds_as_that_of_any_number_of_rows(form, 
                     assert plan.problem.op in plan.first.serves, (n, dtype, plan.first)
                 served += 1
     assert served > 5
+
+
+FREE = [
+    ("bfloat16", 2056, 3072),
+    ("bfloat16", 7176, 20480),
+    ("float16", 2056, 3072),
+    ("float16", 7176, 20480),
+]
+FREE += [("float32", 3080, 14336)]
+
+
+@pytest.mark.parametrize(("dtype", "first", "last"), FREE)
+def test_forwards_that_have_one_order_without_a_level(dtype, first, last):
+    """docs/reproducibility.md says of which widths they are, on an H200."""
+    for n in range(first, last + 1, 8):
+        asked = [Problem("forward", n, dtype, dtype, size, H200) for size in SIZES]
+        assert len({orders_of(first_of(each), each) for each in asked}) == 1, n
