@@ -84,6 +84,7 @@ def problem_of(machine: Machine, spec: RopeSpec, tensors: Any, *_: RopeWanted) -
         casting=spec.casting,
         rounding=spec.rope_rounding,
         architecture=machine.facts.architecture,
+        is_batch_invariant=spec.reproducible > 0,
     )
     # Under a level heads that fill no multiple of 16 bytes are composed: B and T would decide where they begin.
     is_whole = not spec.reproducible or all(each.itemsize * spec.n % 16 == 0 for each in rows)

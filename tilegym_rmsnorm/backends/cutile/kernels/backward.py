@@ -192,6 +192,7 @@ def backward_tiles(
     PER_HEAD: ConstBool,
     ROUND_XHAT: ConstBool,
     WARPS: ConstInt,
+    IN_PAIRS: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,), or PER_HEAD (P * tiles along H,). Each row is PIECES tiles side by side (heads.py), and what lies
@@ -204,6 +205,7 @@ def backward_tiles(
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
     d_residual = with_divisor(d_residual, DIVISOR)
     SHAPE, HOW = (ROWS, HEADS, WIDTH), (LATENCY, TMA, DIVISOR)
+    ORDER = () if IN_PAIRS else order_of(x, DIVISOR, WARPS)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
     first = place_of_tile(x, ct.bid(0), SHAPE)
@@ -219,7 +221,7 @@ def backward_tiles(
         tdy = load_tiles_at(dy, place, SHAPE, PIECES, HOW)
         td_residual_out = load_optional_at(d_residual_out, place, SHAPE, PIECES, HOW)
         th, tg = h_and_g(tdy, trstd, tscale)
-        tfactor = factor_of_x(sum_of_products(tx, tg, PIECES, order_of(x, DIVISOR, WARPS), 1) * inv_n, trstd)
+        tfactor = factor_of_x(sum_of_products(tx, tg, PIECES, ORDER, 1) * inv_n, trstd)
 
         for k in ct.static_iter(range(PIECES)):
             td = gradient(tx[k : k + 1], tfactor, tg[k : k + 1])

@@ -39,7 +39,7 @@ from .formula import factor_of_x, gradient, h_and_g, rstd_of, scaled, terms_of_d
 from .heads import count_tiles, indices, indices_of_heads, row_numbers, tiles_along_heads
 from .pdl import wait_and_signal
 from .rows import has_aligned_rows
-from .tiles import ZERO, ConstBool, ConstInt, added, as_float32, order_of, rounded, sum_of_products, zeros
+from .tiles import AS_COMPILED, ZERO, ConstBool, ConstInt, added, as_float32, rounded, sum_of_products, zeros
 from .weights import scale_of
 
 
@@ -246,8 +246,9 @@ def normalize_and_rotate(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HO
     """Writes y of tiles block, block + blocks, block + 2 blocks, ... of the heads of q or k."""
     y, x = heads[0], heads[1]
     inv_n, eps, offset = NUMBERS
-    FULL_TABLES, WARPS, ROUND_XHAT, ROUND_N, ROUND_EACH = SWITCHES
+    FULL_TABLES, IN_PAIRS, ROUND_XHAT, ROUND_N, ROUND_EACH = SWITCHES
     PIECES, (_, TMA, _) = PAIRS[1], HOW
+    ORDER = () if IN_PAIRS else AS_COMPILED
     first = place_by_steps(x, block, SHAPE)
     weights, tweight = heads[2:], ()
     if len(weights) > 0:
@@ -257,7 +258,7 @@ def normalize_and_rotate(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HO
         place = place_by_steps(x, i, SHAPE)
         tx = load_pairs(load_heads, x, place, SHAPE, PAIRS, HOW)
         trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)
-        trstd = rstd_of(sum_of_products(tx, tx, 2 * PIECES, order_of(x, HOW[2], WARPS), 3), inv_n, eps)
+        trstd = rstd_of(sum_of_products(tx, tx, 2 * PIECES, ORDER, 3), inv_n, eps)
 
         tn = scaled(xhat_of(tx, trstd, x.dtype, ROUND_XHAT), tscale, ())
         tn = tuple(rounded(t, x.dtype, ROUND_N) for t in ct.static_iter(tn))
@@ -291,14 +292,14 @@ def forward_rope(
     TMA: ConstBool,
     DIVISOR: ConstInt,
     FULL_TABLES: ConstBool,
-    WARPS: ConstInt,
+    IN_PAIRS: ConstBool,
     ROUND_XHAT: ConstBool,
     ROUND_N: ConstBool,
     ROUND_EACH: ConstBool,
     DEPENDENT: ConstBool,
 ):
     PAIRS, HOW = (HALF, PIECES, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
-    SWITCHES = (FULL_TABLES, WARPS, ROUND_XHAT, ROUND_N, ROUND_EACH)
+    SWITCHES = (FULL_TABLES, IN_PAIRS, ROUND_XHAT, ROUND_N, ROUND_EACH)
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
     wait_and_signal(DEPENDENT)
     K_SHAPE, NUMBERS = (K_ROWS, K_HEADS, WIDTH), (inv_n, eps, offset)
@@ -327,9 +328,10 @@ def gradients_of_heads(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HOW,
     dx, dy, x = heads[0], heads[1], heads[2]
     weights, partials = heads[3:4], heads[4:]
     inv_n, eps, offset = NUMBERS
-    FULL_TABLES, WARPS, ROUND_XHAT = SWITCHES
+    FULL_TABLES, IN_PAIRS, ROUND_XHAT = SWITCHES
     ROWS, HEADS, WIDTH = SHAPE
     PIECES, (_, TMA, _) = PAIRS[1], HOW
+    ORDER = () if IN_PAIRS else AS_COMPILED
     first = place_by_steps(x, block, SHAPE)
     tweight = ()
     if len(weights) > 0:
@@ -344,14 +346,12 @@ def gradients_of_heads(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HOW,
         trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)
         # 0 of rows past the last: with an eps of 0 it would be infinite, and their terms of dw NaN
         tinside = ct.reshape(row_numbers(x, place, SHAPE)[1], (1, ROWS, HEADS, 1))
-        tsquares = sum_of_products(tx, tx, 2 * PIECES, order_of(x, HOW[2], WARPS), 3)
+        tsquares = sum_of_products(tx, tx, 2 * PIECES, ORDER, 3)
         trstd = ct.where(tinside, rstd_of(tsquares, inv_n, eps), 0.0)
 
         tdn = rotated_back(tdy, trotation, PIECES)
         th, tg = h_and_g(tdn, trstd, tscale)
-        tfactor = factor_of_x(
-            sum_of_products(tx, tg, 2 * PIECES, order_of(x, HOW[2], WARPS), 3) * inv_n, trstd
-        )
+        tfactor = factor_of_x(sum_of_products(tx, tg, 2 * PIECES, ORDER, 3) * inv_n, trstd)
         store_pairs(dx, place, gradient(tx, tfactor, tg), (1, ROWS, HEADS), PAIRS, TMA)
         tdw = added(tdw, terms_of_dw(tx, tdn, th, trstd, x.dtype, ROUND_XHAT))
 
@@ -385,13 +385,13 @@ def backward_rope(
     TMA: ConstBool,
     DIVISOR: ConstInt,
     FULL_TABLES: ConstBool,
-    WARPS: ConstInt,
+    IN_PAIRS: ConstBool,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """The next kernel is not let in early (backward.py)."""
     PAIRS, HOW = (HALF, PIECES, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
-    SWITCHES = (FULL_TABLES, WARPS, ROUND_XHAT)
+    SWITCHES = (FULL_TABLES, IN_PAIRS, ROUND_XHAT)
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
     if DEPENDENT:
         ct.grid_dependency_control_wait()

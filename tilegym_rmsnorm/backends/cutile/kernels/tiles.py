@@ -11,6 +11,7 @@ import cuda.tile as ct
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
 ZERO = ct.PaddingMode.ZERO
+AS_COMPILED = (1, 2**16)  # the order of ct.sum: of `order_of` for more threads than a tile has lanes
 
 
 def as_float32(tile):
@@ -100,7 +101,7 @@ def order_of(rows, DIVISOR, WARPS):
 
 def sum_of_products(a, b, PIECES, ORDER, AXIS=None):
     """Sum a * b over all lanes, or along AXIS, which is the last and stays, for two tuples of tiles: the first PIECES
-    are equally wide, and so are the others. ORDER: of `order_of`.
+    are equally wide, and so are the others. ORDER: of `order_of`; or (), pair by pair.
 
     Equal ones are added lane by lane first: the sum across lanes, which waits for all warps, comes once for them.
     """
@@ -115,9 +116,28 @@ def sum_of_lanes(tile, ORDER, AXIS=None):
     lies half a row apart. ct.sum adds the rest, of which a thread holds one.
 
     By ct.sum alone the compiler chooses in which order a thread adds: copies of one loop differ in that, and so would a
-    row's bits by its place among the others (tests/machine_code/orders.py). Tiles of rows that a thread holds VECTOR
-    lanes of, or fewer, have one order so. `Variant.order` says which variants add alike.
+    row's bits by its place among the others (tests/machine_code/orders.py). It still does of tiles of several rows, of
+    which a thread holds VECTOR lanes of each or fewer. Pair by pair 32768x1024 takes 3 % longer on an H200, so that is
+    for levels of reproducibility. `Variant.order` says which variants add alike.
     """
+    if len(ORDER) == 0:
+        total = sum_of_pairs(tile, AXIS)
+    else:
+        total = sum_of_neighbours(tile, ORDER, AXIS)
+    return total
+
+
+def sum_of_pairs(tile, AXIS):
+    """Lanes 2i and 2i + 1 are added, then their sums so, until one is left."""
+    LEAD, WIDTH = tile.shape[:-1], tile.shape[-1]
+    if WIDTH > 1:
+        total = sum_of_pairs(ct.sum(ct.reshape(tile, LEAD + (WIDTH // 2, 2)), axis=-1), AXIS)
+    else:
+        total = ct.sum(tile, axis=AXIS, keepdims=AXIS is not None)
+    return total
+
+
+def sum_of_neighbours(tile, ORDER, AXIS):
     VECTOR, THREADS = ORDER
     LEAD, WIDTH = tile.shape[:-1], tile.shape[-1]
     HELD = min(VECTOR, WIDTH // THREADS)
@@ -125,10 +145,10 @@ def sum_of_lanes(tile, ORDER, AXIS=None):
         total = ct.sum(tile, axis=AXIS, keepdims=AXIS is not None)
     elif HELD > 1:
         tneighbours = ct.reshape(tile, LEAD + (WIDTH // HELD, HELD))
-        total = sum_of_lanes(ct.sum(tneighbours, axis=-1), (1, THREADS), AXIS)
+        total = sum_of_neighbours(ct.sum(tneighbours, axis=-1), (1, THREADS), AXIS)
     else:
         thalves = ct.reshape(tile, LEAD + (2, WIDTH // 2))
-        total = sum_of_lanes(ct.sum(thalves, axis=-2), (1, THREADS), AXIS)
+        total = sum_of_neighbours(ct.sum(thalves, axis=-2), (1, THREADS), AXIS)
     return total
 
 

@@ -30,7 +30,7 @@ from .pdl import wait_and_signal
 from .residual import store_gradients, with_residual
 from .rows import store_sums
 from .team import join_team, member_of, sum_of_team
-from .tiles import ConstBool, ConstInt, added, as_float32, order_of, row_as_float32, sum_of_products, zeros
+from .tiles import AS_COMPILED, ConstBool, ConstInt, added, as_float32, row_as_float32, sum_of_products, zeros
 from .weights import scale_of
 
 
@@ -250,12 +250,13 @@ def forward_unaligned(
     LATENCY: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
-    WARPS: ConstInt,
+    IN_PAIRS: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: a multiple of VECTOR where there are ENDS."""
     wait_and_signal(DEPENDENT)
-    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, order_of(x, VECTOR, WARPS))
+    ORDER = () if IN_PAIRS else AS_COMPILED
+    SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, ORDER)
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
     normalize_rows(arrays, ct.bid(0), ct.num_blocks(0), (inv_n, eps, offset), SHAPE, HOW)
 
@@ -280,13 +281,14 @@ def forward_unaligned_team(
     SLOTS: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
-    WARPS: ConstInt,
+    IN_PAIRS: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: MEMBERS times what forward_unaligned has. The first member of a team has a row's ends."""
     wait_and_signal(DEPENDENT)
+    ORDER = () if IN_PAIRS else AS_COMPILED
     block, team = join_team(board, MEMBERS, SLOTS)
-    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, order_of(x, VECTOR, WARPS))
+    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, ORDER)
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
     normalize_rows(arrays, block, ct.num_blocks(0) // MEMBERS, (inv_n, eps, offset), SHAPE, HOW, team)
 
@@ -312,15 +314,13 @@ def backward_unaligned(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
-    WARPS: ConstInt,
+    IN_PAIRS: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,), a multiple of VECTOR where there are ENDS."""
     wait_and_signal(DEPENDENT)
-    SHAPE, HOW = (
-        (ROWS, WIDTH, PIECES, VECTOR),
-        (ENDS, LATENCY, HAS_DW, ROUND_XHAT, order_of(x, VECTOR, WARPS)),
-    )
+    ORDER = () if IN_PAIRS else AS_COMPILED
+    SHAPE, HOW = ((ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT, ORDER))
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
     partials, blocks, NUMBERS = (dw_partial, db_partial), ct.num_blocks(0), (inv_n, offset)
     gradients_of_rows(arrays, partials, ct.bid(0), blocks, NUMBERS, SHAPE, HOW)
@@ -348,13 +348,14 @@ def backward_unaligned_team(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
-    WARPS: ConstInt,
+    IN_PAIRS: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P * MEMBERS,). The first member of a team has a row's ends."""
     wait_and_signal(DEPENDENT)
+    ORDER = () if IN_PAIRS else AS_COMPILED
     block, team = join_team(board, MEMBERS, SLOTS)
-    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT, order_of(x, VECTOR, WARPS))
+    SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT, ORDER)
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
     blocks, NUMBERS = ct.num_blocks(0) // MEMBERS, (inv_n, offset)
     gradients_of_rows(arrays, (dw_partial, ()), block, blocks, NUMBERS, SHAPE, HOW, team)

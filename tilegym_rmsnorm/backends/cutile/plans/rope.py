@@ -51,6 +51,7 @@ class RopeProblem(NamedTuple):
     casting: str
     rounding: str
     architecture: int
+    is_batch_invariant: bool = False  # heads are added pair by pair
 
     @property
     def divisor(self) -> int:
@@ -314,6 +315,7 @@ class RopePlan(NamedTuple):
             "HALF": problem.rotary_dim // 2,
             "INTERLEAVED": problem.interleaved,
             "FULL_TABLES": problem.has_full_tables,
+            "IN_PAIRS": problem.is_batch_invariant,
             "ROUND_XHAT": problem.casting == "llama",
             "ROUND_N": problem.rounding != "end",
             "ROUND_EACH": problem.rounding == "each",

@@ -59,8 +59,8 @@ class Variant:
     serves_dx_alone: ClassVar[bool] = False
     # whether rows must lie behind each other: others are copied (host/norm.py)
     reads_packed: ClassVar[bool] = False
-    # whether several rows are added as a tile of two dimensions, by ct.sum along one; else each as one of its own
-    adds_in_tiles: ClassVar[bool] = False
+    # how rows are added, under a level (`order`): each by itself, as "tiles" of several, or tiles of them in "pairs"
+    adds: ClassVar[str] = "rows"
     # what of a Form its kernel takes: "residual", "bias", "heads", "per_head"
     takes: ClassVar[frozenset[str]] = frozenset()
 
@@ -83,6 +83,8 @@ class Variant:
         or begins between 16 bytes."""
         if self.goes_through_columns or self.reads_packed:
             return (self,)
+        if self.adds == "pairs":
+            return self.adds, self.members, self.pieces, self.width
         threads = 32 * self.warps
 
         def of_tile(width: int) -> tuple[int, int, int]:
@@ -91,7 +93,7 @@ class Variant:
             return width, neighbours, min(width // neighbours, threads)
 
         tiles = (self.width, self.rest) if self.rest else (self.width,)
-        return self.adds_in_tiles, self.members, self.pieces, *map(of_tile, tiles)
+        return self.adds, self.members, self.pieces, *map(of_tile, tiles)
 
     def settings(self) -> dict[str, Any]:
         """The settings that are not at their defaults, as data has them."""

@@ -62,7 +62,7 @@ class ForwardTiles(LoadsWeight):
 
     kernel = "forward_tiles"
     serves = ("forward",)
-    adds_in_tiles = True
+    adds = "tiles"
     takes = frozenset({"residual", "bias", "heads", "per_head"})
 
     rows: int = 1
@@ -128,7 +128,7 @@ class BackwardTiles(Walks):
 
     kernel = "backward_tiles"
     serves = ("backward", "dx")
-    adds_in_tiles = True
+    adds = "pairs"
     takes = frozenset({"residual", "bias", "heads", "per_head"})
 
     rows: int = 1
