@@ -56,7 +56,7 @@ class Tile(NamedTuple):
             "PER_HEAD": variant.weight == "heads",
             "ROUND_XHAT": variant.casting == "llama",
             "WARPS": 4,
-            "IN_PAIRS": False,
+            "IN_ORDER": False,
             "EARLY_WEIGHT": self.weight_load == "early",
             "JOINT_WEIGHT": self.weight_load == "joint",
             "DEPENDENT": True,

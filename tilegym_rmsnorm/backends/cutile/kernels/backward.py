@@ -66,10 +66,12 @@ from .residual import store_gradients
 from .rows import column_tiles, load_row, rows_of, store_row, store_sums, with_divisor
 from .team import sum_of_team
 from .tiles import (
+    AS_COMPILED,
     ConstBool,
     ConstInt,
     added,
     order_of,
+    order_of_tiles,
     packed_row_as_float32,
     paired_row_as_float32,
     row_as_float32,
@@ -192,7 +194,7 @@ def backward_tiles(
     PER_HEAD: ConstBool,
     ROUND_XHAT: ConstBool,
     WARPS: ConstInt,
-    IN_PAIRS: ConstBool,
+    IN_ORDER: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,), or PER_HEAD (P * tiles along H,). Each row is PIECES tiles side by side (heads.py), and what lies
@@ -205,7 +207,7 @@ def backward_tiles(
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
     d_residual = with_divisor(d_residual, DIVISOR)
     SHAPE, HOW = (ROWS, HEADS, WIDTH), (LATENCY, TMA, DIVISOR)
-    ORDER = () if IN_PAIRS else order_of(x, DIVISOR, WARPS)
+    ORDER = order_of_tiles(x, WIDTH, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
     if DEPENDENT:
         ct.grid_dependency_control_wait()
     first = place_of_tile(x, ct.bid(0), SHAPE)

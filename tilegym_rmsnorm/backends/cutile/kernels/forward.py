@@ -44,6 +44,7 @@ from .residual import with_residual
 from .rows import column_tiles, gather_tile, has_aligned_rows, load_row, store_row, with_divisor
 from .team import member_of, sum_of_team
 from .tiles import (
+    AS_COMPILED,
     ConstBool,
     ConstInt,
     as_float32,
@@ -211,7 +212,6 @@ def forward_tiles(
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
     JOINT_WEIGHT: ConstBool,
-    WARPS: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: a block for each tile (heads.py). Rows past the last are not written.
@@ -244,7 +244,7 @@ def forward_tiles(
 
     where, dtype = (place, 0, SHAPE, False), residual[1].dtype if len(residual) > 0 else x.dtype
     tx = row_as_float32(with_residual(tx, tresidual, residual, store_tiles_at, where))
-    trstd = rstd_of(sum_of_products(tx, tx, PIECES, order_of(x, DIVISOR, WARPS), AXIS=1), inv_n, eps)
+    trstd = rstd_of(sum_of_products(tx, tx, PIECES, AS_COMPILED, AXIS=1), inv_n, eps)
     store_rstd_at(rstd, x, place, trstd, SHAPE)
 
     txhat = xhat_of(tx, trstd, dtype, ROUND_XHAT)

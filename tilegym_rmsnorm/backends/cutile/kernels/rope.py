@@ -246,9 +246,9 @@ def normalize_and_rotate(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HO
     """Writes y of tiles block, block + blocks, block + 2 blocks, ... of the heads of q or k."""
     y, x = heads[0], heads[1]
     inv_n, eps, offset = NUMBERS
-    FULL_TABLES, IN_PAIRS, ROUND_XHAT, ROUND_N, ROUND_EACH = SWITCHES
+    FULL_TABLES, IN_ORDER, ROUND_XHAT, ROUND_N, ROUND_EACH = SWITCHES
     PIECES, (_, TMA, _) = PAIRS[1], HOW
-    ORDER = () if IN_PAIRS else AS_COMPILED
+    ORDER = () if IN_ORDER else AS_COMPILED
     first = place_by_steps(x, block, SHAPE)
     weights, tweight = heads[2:], ()
     if len(weights) > 0:
@@ -292,14 +292,14 @@ def forward_rope(
     TMA: ConstBool,
     DIVISOR: ConstInt,
     FULL_TABLES: ConstBool,
-    IN_PAIRS: ConstBool,
+    IN_ORDER: ConstBool,
     ROUND_XHAT: ConstBool,
     ROUND_N: ConstBool,
     ROUND_EACH: ConstBool,
     DEPENDENT: ConstBool,
 ):
     PAIRS, HOW = (HALF, PIECES, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
-    SWITCHES = (FULL_TABLES, IN_PAIRS, ROUND_XHAT, ROUND_N, ROUND_EACH)
+    SWITCHES = (FULL_TABLES, IN_ORDER, ROUND_XHAT, ROUND_N, ROUND_EACH)
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
     wait_and_signal(DEPENDENT)
     K_SHAPE, NUMBERS = (K_ROWS, K_HEADS, WIDTH), (inv_n, eps, offset)
@@ -328,10 +328,10 @@ def gradients_of_heads(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HOW,
     dx, dy, x = heads[0], heads[1], heads[2]
     weights, partials = heads[3:4], heads[4:]
     inv_n, eps, offset = NUMBERS
-    FULL_TABLES, IN_PAIRS, ROUND_XHAT = SWITCHES
+    FULL_TABLES, IN_ORDER, ROUND_XHAT = SWITCHES
     ROWS, HEADS, WIDTH = SHAPE
     PIECES, (_, TMA, _) = PAIRS[1], HOW
-    ORDER = () if IN_PAIRS else AS_COMPILED
+    ORDER = () if IN_ORDER else AS_COMPILED
     first = place_by_steps(x, block, SHAPE)
     tweight = ()
     if len(weights) > 0:
@@ -385,13 +385,13 @@ def backward_rope(
     TMA: ConstBool,
     DIVISOR: ConstInt,
     FULL_TABLES: ConstBool,
-    IN_PAIRS: ConstBool,
+    IN_ORDER: ConstBool,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """The next kernel is not let in early (backward.py)."""
     PAIRS, HOW = (HALF, PIECES, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
-    SWITCHES = (FULL_TABLES, IN_PAIRS, ROUND_XHAT)
+    SWITCHES = (FULL_TABLES, IN_ORDER, ROUND_XHAT)
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
     if DEPENDENT:
         ct.grid_dependency_control_wait()

@@ -99,6 +99,13 @@ def order_of(rows, DIVISOR, WARPS):
     return min(DIVISOR, 4 if rows.dtype == ct.float32 else 8), 32 * WARPS
 
 
+def order_of_tiles(rows, WIDTH, DIVISOR, WARPS):
+    """The same for tiles of several rows, of so many lanes each: (), pair by pair, where a thread holds no more of a
+    row than it loads at a time."""
+    VECTOR, THREADS = order_of(rows, DIVISOR, WARPS)
+    return (VECTOR, THREADS) if WIDTH > VECTOR * THREADS else ()
+
+
 def sum_of_products(a, b, PIECES, ORDER, AXIS=None):
     """Sum a * b over all lanes, or along AXIS, which is the last and stays, for two tuples of tiles: the first PIECES
     are equally wide, and so are the others. ORDER: of `order_of`; or (), pair by pair.
@@ -116,9 +123,9 @@ def sum_of_lanes(tile, ORDER, AXIS=None):
     lies half a row apart. ct.sum adds the rest, of which a thread holds one.
 
     By ct.sum alone the compiler chooses in which order a thread adds: copies of one loop differ in that, and so would a
-    row's bits by its place among the others (tests/machine_code/orders.py). It still does of tiles of several rows, of
-    which a thread holds VECTOR lanes of each or fewer. Pair by pair 32768x1024 takes 3 % longer on an H200, so that is
-    for levels of reproducibility. `Variant.order` says which variants add alike.
+    row's bits by its place among the others (tests/machine_code/orders.py). Tiles of several rows are added so under a
+    level of reproducibility alone: it costs some widths 3 to 9 % on an H200. `Variant.order` says which variants add
+    alike.
     """
     if len(ORDER) == 0:
         total = sum_of_pairs(tile, AXIS)
@@ -141,7 +148,7 @@ def sum_of_neighbours(tile, ORDER, AXIS):
     VECTOR, THREADS = ORDER
     LEAD, WIDTH = tile.shape[:-1], tile.shape[-1]
     HELD = min(VECTOR, WIDTH // THREADS)
-    if WIDTH <= THREADS or (AXIS is not None and WIDTH <= VECTOR * THREADS):
+    if WIDTH <= THREADS:
         total = ct.sum(tile, axis=AXIS, keepdims=AXIS is not None)
     elif HELD > 1:
         tneighbours = ct.reshape(tile, LEAD + (WIDTH // HELD, HELD))

@@ -250,12 +250,12 @@ def forward_unaligned(
     LATENCY: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
-    IN_PAIRS: ConstBool,
+    IN_ORDER: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: a multiple of VECTOR where there are ENDS."""
     wait_and_signal(DEPENDENT)
-    ORDER = () if IN_PAIRS else AS_COMPILED
+    ORDER = () if IN_ORDER else AS_COMPILED
     SHAPE, HOW = (ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, ORDER)
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
     normalize_rows(arrays, ct.bid(0), ct.num_blocks(0), (inv_n, eps, offset), SHAPE, HOW)
@@ -281,12 +281,12 @@ def forward_unaligned_team(
     SLOTS: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
-    IN_PAIRS: ConstBool,
+    IN_ORDER: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: MEMBERS times what forward_unaligned has. The first member of a team has a row's ends."""
     wait_and_signal(DEPENDENT)
-    ORDER = () if IN_PAIRS else AS_COMPILED
+    ORDER = () if IN_ORDER else AS_COMPILED
     block, team = join_team(board, MEMBERS, SLOTS)
     SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, ROUND_XHAT, ORDER)
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
@@ -314,12 +314,12 @@ def backward_unaligned(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
-    IN_PAIRS: ConstBool,
+    IN_ORDER: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,), a multiple of VECTOR where there are ENDS."""
     wait_and_signal(DEPENDENT)
-    ORDER = () if IN_PAIRS else AS_COMPILED
+    ORDER = () if IN_ORDER else AS_COMPILED
     SHAPE, HOW = ((ROWS, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT, ORDER))
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
     partials, blocks, NUMBERS = (dw_partial, db_partial), ct.num_blocks(0), (inv_n, offset)
@@ -348,12 +348,12 @@ def backward_unaligned_team(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
-    IN_PAIRS: ConstBool,
+    IN_ORDER: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P * MEMBERS,). The first member of a team has a row's ends."""
     wait_and_signal(DEPENDENT)
-    ORDER = () if IN_PAIRS else AS_COMPILED
+    ORDER = () if IN_ORDER else AS_COMPILED
     block, team = join_team(board, MEMBERS, SLOTS)
     SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_DW, ROUND_XHAT, ORDER)
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)

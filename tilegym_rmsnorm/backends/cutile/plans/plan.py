@@ -53,7 +53,7 @@ class Plan:
             "ADDS": int(self.adds),
             "PER_HEAD": problem.form.per_head,
             "ROUND_XHAT": problem.casting == "llama",
-            "IN_PAIRS": problem.policy.is_batch_invariant,
+            "IN_ORDER": problem.policy.is_batch_invariant,
             # Programmatic dependent launch came with Hopper: the next kernel's blocks start while the last of this run.
             "DEPENDENT": problem.device.architecture >= 90,
         }

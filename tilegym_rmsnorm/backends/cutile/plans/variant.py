@@ -59,7 +59,7 @@ class Variant:
     serves_dx_alone: ClassVar[bool] = False
     # whether rows must lie behind each other: others are copied (host/norm.py)
     reads_packed: ClassVar[bool] = False
-    # how rows are added, under a level (`order`): each by itself, as "tiles" of several, or tiles of them in "pairs"
+    # how rows are added (`order`): each by itself, as "tiles" of several, or as such tiles in "pairs" under a level
     adds: ClassVar[str] = "rows"
     # what of a Form its kernel takes: "residual", "bias", "heads", "per_head"
     takes: ClassVar[frozenset[str]] = frozenset()
@@ -83,9 +83,9 @@ class Variant:
         or begins between 16 bytes."""
         if self.goes_through_columns or self.reads_packed:
             return (self,)
-        if self.adds == "pairs":
-            return self.adds, self.members, self.pieces, self.width
         threads = 32 * self.warps
+        if self.adds == "pairs" and self.width <= vector * threads:
+            return self.adds, self.pieces, self.width
 
         def of_tile(width: int) -> tuple[int, int, int]:
             held = max(1, width * self.rows_of_sum // threads)  # elements of a thread
