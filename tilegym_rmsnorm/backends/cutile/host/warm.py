@@ -11,6 +11,7 @@ M besides.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -45,8 +46,8 @@ def warm(device: torch.device, calls: Any) -> None:
     forward, backward = (getattr(launch, name) for name in calls.spec.ops)
     for lead in calls.leads(device):
         forward(calls.spec, calls.forward(device, lead))
-        for tensors in calls.backward(device, lead):
-            backward(calls.spec, tensors, calls.wanted)
+        for tensors, wanted in itertools.product(calls.backward(device, lead), _wanted_of(calls)):
+            backward(calls.spec, tensors, wanted)
     for each in calls.composed_of(device):
         warm(device, each)
 
@@ -145,9 +146,17 @@ def _launchers(calls: Calls, device: torch.device, lead: Lead) -> list[Launcher]
     forward = norm.FORWARD, launch.rms_norm_forward, around_kernels.forward
     note(*forward, calls.spec, calls.forward(device, lead))
     backward = norm.BACKWARD, launch.rms_norm_backward, around_kernels.backward
-    for tensors in calls.backward(device, lead):
-        note(*backward, calls.spec, tensors, calls.wanted)
+    for tensors, wanted in itertools.product(calls.backward(device, lead), _wanted_of(calls)):
+        note(*backward, calls.spec, tensors, wanted)
     return found
+
+
+def _wanted_of(calls: Any) -> list[Any]:
+    """Return the gradients that backwards want: all, and under a level dx alone too, whose kernels a frozen weight has.
+    Those of `qk_norm_rope` are the same beside a frozen weight."""
+    if not isinstance(calls, Calls) or not calls.spec.reproducible or calls.weight is None:
+        return [calls.wanted]
+    return [calls.wanted, calls.wanted._replace(dw=None, db=None)]
 
 
 def _partial_rows(plan: Plan, m: int, lead: tuple[int, int, int] | None = None) -> int:
