@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 
 """The arrays that cutile's kernels get under a level: like packed ones at a multiple of 16 bytes, however the caller's
-lie, and at least two rows."""
+lie, and two rows at least of those that end between 16 bytes."""
 
 from typing import Any
 
@@ -91,6 +91,20 @@ def got_rows(x: Tensor, heads: int) -> Tensor:
     kernel, tensors = Kernel(), (x, torch.rand(heads, x.shape[-1]), None, None)
     bind_arranged(kernel, Spec(x.shape[-1], 0.0, 0.0, "once"), tensors)(tensors)
     return kernel.got[0]
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+@pytest.mark.parametrize("n", [100, 211])
+def test_a_lone_row_that_ends_between_16_bytes_gets_zeros_beside_it(n, heads):
+    lead = (1, 1, heads) if heads else (1,)
+    x, dy, rstd = torch.randn(*lead, n).to(BF16), torch.randn(*lead, n).to(BF16), torch.rand(heads or 1)
+    tensors = x, dy, torch.rand(heads, n) if heads else torch.rand(n), rstd, None
+    kernel = Kernel()
+    dx, *_ = bind_arranged(kernel, Spec(n, 0.0, 0.0, "once"), tensors, Wanted(BF16, dw=FP32))(tensors)
+    for place, given in ((0, x), (1, dy), (3, rstd)):
+        first, second = kernel.got[place].view(2, -1)
+        assert torch.equal(first, given.flatten()) and not second.any()
+    assert torch.equal(dx, x)
 
 
 @pytest.mark.parametrize("stride", [1, 3, N + 1])

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Backend "cutile" under levels of reproducibility, by the interpreter: which rows share a kernel, where rows lie, a
+"""Backend "cutile" under levels of reproducibility, by the interpreter: which kernels add alike, where rows lie, a
 lone row, and how rows are shared. It adds by the shapes of tiles alone; machine_code/test_one_order.py reads code."""
 
 import itertools
@@ -33,8 +33,9 @@ from tilegym_rmsnorm.reproducibility import BATCH
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.host import launcher  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.host import launcher, norm  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
+from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -52,6 +53,19 @@ def run(variant, inputs, level, **options):
 def test_a_row_does_not_depend_on_its_batch(form, n):
     variant = variant_of(form, n, 12 if n > 211 else None)
     assert_a_row_is_alike(lambda part: run(variant, part, BATCH), make(variant))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize(("form", "n"), pairs(WITH_WEIGHT, (64, 1000, 1024, 2560, 4096, 5120, 8192)))
+def test_a_row_does_not_depend_on_the_size_class(form, n, is_frozen, monkeypatch):
+    """The kernels of each class, and those beside a frozen weight, take the same few rows."""
+    variant = variant_of(form, n, 3)
+    inputs, found = make(variant), []
+    for size in SIZES:
+        monkeypatch.setattr(norm, "size_class", lambda m, n, size=size: size)
+        found.append(run(variant, inputs, BATCH, is_frozen=is_frozen and size != "large"))
+    for name in ("y", "rstd", "residual_out", "dx", "d_residual"):
+        assert all(each.get(name) is None or torch.equal(each[name], found[-1][name]) for each in found), name
 
 
 @pytest.mark.parametrize("rows", [1, 12])
