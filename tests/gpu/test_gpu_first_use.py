@@ -42,7 +42,7 @@ def test_first_use(surrounding, variant, columns, backend, run_anew):
 @pytest.mark.parametrize("variant", first_use.VARIANTS)
 @pytest.mark.parametrize("surrounding", first_use.SURROUNDINGS)
 def test_first_use_under_a_level(surrounding, variant, columns, backend, run_anew):
-    """Rows may be copied, and a lone one gets zeros beside it, in the capture too."""
+    """Rows may be copied, and a lone one that ends between 16 bytes gets zeros beside it, in the capture too."""
     is_summed_by_pytorch = backend == "cutile" and variant == "weights of heads" and columns == 3001
     level = "batch" if is_summed_by_pytorch else "device"
     run_anew("first_use.py", surrounding, variant, str(columns), backend, TILEGYM_RMSNORM_REPRODUCIBLE=level)

@@ -84,7 +84,7 @@ def _forward_key(_: Machine, spec: Spec, tensors: ForwardTensors) -> tuple[Any, 
 
 def _backward_key(_: Machine, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> tuple[Any, ...]:
     x, dy, weight, _, d_residual_out, *target = tensors
-    # Under a level dx beside a frozen weight is that beside a trained one, with db summed by the same kernel.
+    # Under a level the kernel of a trained weight sums db beside a frozen one too: so dx has the same bits.
     is_level, has_weight = spec.reproducible > 0, weight is not None
     has_dw = wanted.dw is not None or (is_level and has_weight and wanted.db is not None)
     n, op = spec.n, "dx" if not has_dw else ADDING if target else "backward"
