@@ -49,12 +49,12 @@ def select(problem: Problem, tables: Tables) -> Plan:
     if n < 1 or dtype not in ITEMSIZE or architecture not in rules.ARCHITECTURES:
         known = f"a dtype of {tuple(ITEMSIZE)}, architecture one of {rules.ARCHITECTURES}"
         raise ValueError(f"expected rows of 1 element or more, {known}, got {n}, {dtype}, {architecture}")
-    if problem.policy.is_batch_invariant:
-        return _select_batch_invariant(problem, Tables(rules=tables.rules))
     if problem.partials == "own" and problem.op == "backward":
         shared = _unshared(problem, tables)
         first = rules.own_partials(problem, shared.first)
         return plan_of(problem, first, "partials of its own", shared.spills if first is shared.first else "")
+    if problem.policy.is_batch_invariant:
+        return _select_batch_invariant(problem, Tables(rules=tables.rules))
     return plan_of(problem, *choose(problem, tables))
 
 
@@ -73,23 +73,23 @@ def _select_batch_invariant(problem: Problem, tables: Tables) -> Plan:
             f" set_teams(False) on every GPU, for rows of {problem.n} elements; got {problem.sm_count} SMs"
         )
     # Of rows that begin between 16 bytes two kernels of one order had other bits on an H200: 3001 columns.
-    for choice in _own_of_batch_invariant(asked, first, tables) if problem.is_aligned else ():
+    for choice in _own_of_batch_invariant(asked, of_all, tables) if problem.is_aligned else ():
         if all(choice.first.order(each) == first.order(each) for each in problem.vectors):
             return plan_of(problem, *choice)
     return plan_of(problem._replace(op=trained.op), *of_all)
 
 
-def _own_of_batch_invariant(asked: Problem, of_all: Variant, tables: Tables) -> Iterator[Choice]:
+def _own_of_batch_invariant(asked: Problem, of_all: Choice, tables: Tables) -> Iterator[Choice]:
     """Yield choices of the problem's own op and size class. Of "device" the rows of a sum over rows are shared one way
     whatever M is. A block of a split backward holds a row once, so it has registers for one by as many warps."""
     is_of_sums = asked.policy.is_device_invariant and asked.op == "backward"
     for size in ("large",) if is_of_sums else dict.fromkeys((asked.size, "large")):
         own = choose(asked._replace(size=size), tables)
         yield own
-        if isinstance(own.first, Split) and own.first.warps != of_all.warps:
-            yield own._replace(first=dataclasses.replace(own.first, warps=of_all.warps))
-    if of_all.serves_dx_alone:
-        yield Choice(of_all, "that of a trained weight")
+        if isinstance(own.first, Split) and own.first.warps != of_all.first.warps:
+            yield own._replace(first=dataclasses.replace(own.first, warps=of_all.first.warps))
+    if of_all.first.serves_dx_alone:
+        yield of_all
 
 
 def choose(problem: Problem, tables: Tables) -> Choice:
