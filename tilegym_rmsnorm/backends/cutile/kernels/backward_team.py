@@ -37,7 +37,7 @@ from .rows import (
     with_divisor,
 )
 from .team import join_team, member_of
-from .tiles import ConstBool, ConstInt, added, order_of, zeros_like
+from .tiles import AS_COMPILED, ConstBool, ConstInt, added, order_of, zeros_like
 
 
 def backward_team(
@@ -63,6 +63,7 @@ def backward_team(
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
     WARPS: ConstInt,
+    IN_ORDER: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P * MEMBERS,). Team k walks rows k, k + P, ...; its member m holds PIECES tiles of columns of each."""
@@ -70,9 +71,11 @@ def backward_team(
     d_residual_out, d_residual = with_divisor(d_residual_out, DIVISOR), with_divisor(d_residual, DIVISOR)
     wait_and_signal(DEPENDENT)
     first, team = join_team(board, MEMBERS, SLOTS)
+    # without a level not: some teams of 20480 columns and more spill
+    ORDER = order_of(x, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
     tcolumns = column_tiles_of(member_of(team), WIDTH, PIECES)
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
-    NUMBERS, HOW = (inv_n, offset), (LATENCY, False, False, ROUND_XHAT, False, order_of(x, DIVISOR, WARPS))
+    NUMBERS, HOW = (inv_n, offset), (LATENCY, False, False, ROUND_XHAT, False, ORDER)
     tdw = zeros_like(tcolumns)
     for row in range(first, x.shape[0], ct.num_blocks(0) // MEMBERS):
         where = (row, member_of(team), tcolumns, EVEN)
@@ -107,6 +110,7 @@ def backward_pipelined_team(
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
     WARPS: ConstInt,
+    IN_ORDER: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: as backward_team's."""
@@ -114,6 +118,7 @@ def backward_pipelined_team(
     d_residual_out, d_residual = with_divisor(d_residual_out, DIVISOR), with_divisor(d_residual, DIVISOR)
     wait_and_signal(DEPENDENT)
     first, team = join_team(board, MEMBERS, SLOTS)
+    ORDER = order_of(x, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
     tcolumns = column_tiles_of(member_of(team), WIDTH, PIECES)
     arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
     NUMBERS = (inv_n, offset)
@@ -123,11 +128,11 @@ def backward_pipelined_team(
         tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),) if RSTD_AHEAD else ()
         where = (row, member_of(team), tcolumns if RSTD_AHEAD else not_hoisted(tcolumns, row), EVEN)
         if PACKED:
-            HOW = (LATENCY, PACKED, ROUND_XHAT, order_of(x, DIVISOR, WARPS))
+            HOW = (LATENCY, PACKED, ROUND_XHAT, ORDER)
             tdw = add_row_by_tma(arrays, where, tdw, tahead[0], NUMBERS, HOW, team)
         else:
             # rounding leaves no registers for pairs
-            HOW = (LATENCY, False, not ROUND_XHAT, ROUND_XHAT, False, order_of(x, DIVISOR, WARPS))
+            HOW = (LATENCY, False, not ROUND_XHAT, ROUND_XHAT, False, ORDER)
             tterms = row_gradients(
                 load_part_of_row, store_part_of_row, arrays, where, NUMBERS, PIECES, HOW, tahead, team
             )

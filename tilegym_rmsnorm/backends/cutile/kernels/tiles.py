@@ -123,9 +123,9 @@ def sum_of_lanes(tile, ORDER, AXIS=None):
     lies half a row apart. ct.sum adds the rest, of which a thread holds one.
 
     By ct.sum alone the compiler chooses in which order a thread adds: copies of one loop differ in that, and so would a
-    row's bits by its place among the others (tests/machine_code/orders.py). Backwards of tiles of several rows do so
-    under a level of reproducibility alone: it costs some widths 3 to 9 % on an H200. `Variant.order` says which
-    variants add alike.
+    row's bits by its place among the others (tests/machine_code/orders.py). Backwards of tiles of several rows and of
+    teams do so under a level of reproducibility alone: it costs some widths 3 to 9 % on an H200, and registers.
+    `Variant.order` says which variants add alike.
     """
     if len(ORDER) == 0:
         total = sum_of_pairs(tile, AXIS)
