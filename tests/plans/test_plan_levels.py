@@ -146,6 +146,17 @@ def test_without_teams_wide_rows_have_one_block():
         first_of(asked._replace(policy=Policy(is_batch_invariant=True)))
 
 
+@pytest.mark.parametrize("teams", [True, False])
+def test_the_sms_decide_no_sharing_of_rows(teams):
+    """Slabs of a split backward are taller on few SMs."""
+    policy = Policy(teams, **DEVICE_INVARIANT)
+    for n, dtype in itertools.product(
+        (*WIDTHS, 17408, 18432, 24576, 32768, 98304, 131072), ("bfloat16", "float32")
+    ):
+        asked = Problem("backward", n, dtype, dtype, "large", H200, policy=policy)
+        assert not isinstance(first_of(asked), Split), n
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -135,16 +135,8 @@ def forward_rows(
     arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
     where, NUMBERS = (ct.bid(0), 0, tcolumns, EVEN), (inv_n, eps, offset)
     ALIGNED, SIGNALS = has_aligned_rows(x, DIVISOR), DEPENDENT and EARLY_WEIGHT
-    HOW = (
-        LATENCY,
-        ALIGNED,
-        PACKED,
-        ROUND_XHAT,
-        EARLY_WEIGHT,
-        JOINT_WEIGHT,
-        SIGNALS,
-        order_of(x, DIVISOR, WARPS),
-    )
+    ORDER = order_of(x, DIVISOR, WARPS)
+    HOW = (LATENCY, ALIGNED, PACKED, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS, ORDER)
     normalize_row(arrays, where, NUMBERS, PIECES, HOW)
 
 

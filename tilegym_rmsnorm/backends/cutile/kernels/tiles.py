@@ -100,8 +100,8 @@ def order_of(rows, DIVISOR, WARPS):
 
 
 def order_of_tiles(rows, WIDTH, DIVISOR, WARPS):
-    """The same for tiles of several rows, of so many lanes each: (), pair by pair, where a thread holds no more of a
-    row than it loads at a time."""
+    """Return ORDER for tiles of several rows, of so many lanes each: (), pair by pair, where a thread holds no more of
+    a row than it loads at a time."""
     VECTOR, THREADS = order_of(rows, DIVISOR, WARPS)
     return (VECTOR, THREADS) if WIDTH > VECTOR * THREADS else ()
 

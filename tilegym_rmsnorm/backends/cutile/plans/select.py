@@ -66,9 +66,11 @@ def _select_batch_invariant(problem: Problem, tables: Tables) -> Plan:
     asked = problem._replace(device=device, policy=problem.policy._replace(sm_margin=0))
     trained = asked._replace(op="backward") if asked.op == "dx" and asked.weight else asked
     of_all = choose(trained._replace(size="large"), tables)
-    if problem.form.narrowest and of_all.first.members > 1 and of_all.first.uses_tma:
-        # Beside a wider residual such teams have two orders by ct.sum, and in one order the compiler makes some of them
-        # load over x that is still read (tests/machine_code/test_one_order.py).
+    is_mixed_team = bool(problem.form.narrowest) and of_all.first.members > 1 and of_all.first.uses_tma
+    if is_mixed_team or problem.policy.is_device_invariant and isinstance(of_all.first, Split):
+        # Beside a wider residual teams by TMA have two orders by ct.sum, and in one order the compiler makes some of
+        # them load over x that is still read (tests/machine_code/test_one_order.py). The SMs decide the slabs of a
+        # split backward, whose rows share a row of dw_partial.
         alone = trained._replace(size="large", policy=trained.policy._replace(teams=False))
         of_all = Choice(rules.reasoned(alone), "reasoned (plans/rules.py)")
     first = of_all.first
@@ -77,7 +79,7 @@ def _select_batch_invariant(problem: Problem, tables: Tables) -> Plan:
             f"reproducible: expected SMs for teams of {first.members} blocks, {LAUNCHES_AT_ONCE} for each, or"
             f" set_teams(False) on every GPU, for rows of {problem.n} elements; got {problem.sm_count} SMs"
         )
-    # Of rows that begin between 16 bytes two kernels of one order had other bits on an H200: 3001 columns.
+    # Two kernels of one order had other bits on an H200 where rows begin between 16 bytes: 3001 columns.
     for choice in _own_of_batch_invariant(asked, of_all, tables) if problem.is_aligned else ():
         if all(choice.first.order(each) == first.order(each) for each in problem.vectors):
             return plan_of(problem, *choice)

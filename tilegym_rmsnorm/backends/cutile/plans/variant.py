@@ -60,7 +60,7 @@ class Variant:
     # whether rows must lie behind each other: others are copied (host/norm.py)
     reads_packed: ClassVar[bool] = False
     # how rows are added (`order`): each by itself, as "tiles" of several, or as such tiles in "pairs" under a level
-    adds: ClassVar[str] = "rows"
+    row_sums: ClassVar[str] = "rows"
     # what of a Form its kernel takes: "residual", "bias", "heads", "per_head"
     takes: ClassVar[frozenset[str]] = frozenset()
 
@@ -78,14 +78,14 @@ class Variant:
         return cls(**settings)
 
     def order(self, vector: int) -> tuple[Any, ...]:
-        """What decides in which order its kernel adds a row of which a thread loads `vector` neighbours, 16 bytes, at a
-        time (`sum_of_lanes`): variants of one order leave a row the same bits. Each has its own where a row is chunks,
-        or begins between 16 bytes."""
+        """Return what decides in which order its kernel adds a row of which a thread loads `vector` neighbours, 16
+        bytes, at a time (`sum_of_lanes`): variants of one order leave a row the same bits. Each has its own where a row
+        is chunks, or begins between 16 bytes."""
         if self.goes_through_columns or self.reads_packed:
             return (self,)
         threads = 32 * self.warps
-        if self.adds == "pairs" and self.width <= vector * threads:
-            return self.adds, self.pieces, self.width
+        if self.row_sums == "pairs" and self.width <= vector * threads:
+            return self.row_sums, self.pieces, self.width
 
         def of_tile(width: int) -> tuple[int, int, int]:
             held = max(1, width * self.rows_of_sum // threads)  # elements of a thread
@@ -93,7 +93,7 @@ class Variant:
             return width, neighbours, min(width // neighbours, threads)
 
         tiles = (self.width, self.rest) if self.rest else (self.width,)
-        return self.adds, self.members, self.pieces, *map(of_tile, tiles)
+        return self.row_sums, self.members, self.pieces, *map(of_tile, tiles)
 
     def settings(self) -> dict[str, Any]:
         """The settings that are not at their defaults, as data has them."""

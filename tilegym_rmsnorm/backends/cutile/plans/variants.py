@@ -62,7 +62,7 @@ class ForwardTiles(LoadsWeight):
 
     kernel = "forward_tiles"
     serves = ("forward",)
-    adds = "tiles"
+    row_sums = "tiles"
     takes = frozenset({"residual", "bias", "heads", "per_head"})
 
     rows: int = 1
@@ -128,7 +128,7 @@ class BackwardTiles(Walks):
 
     kernel = "backward_tiles"
     serves = ("backward", "dx")
-    adds = "pairs"
+    row_sums = "pairs"
     takes = frozenset({"residual", "bias", "heads", "per_head"})
 
     rows: int = 1
