@@ -4,8 +4,10 @@
 """Calls of cuTile under `reproducible("batch")`, in the machine code of sm_90: the kernels of any M add each row in one
 order, wherever in a block's walk it comes and whatever cuda-tile compiles in of M, and no registers spill."""
 
+import itertools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import helpers
@@ -43,7 +45,8 @@ WIDTHS = (
     140000,
 )
 NO_WEIGHT = {"weight": "none", "weight_dtype": FP32}
-# A backward without a weight leaves no rows of dw. That of a frozen one is that of a trained one.
+# A backward without a weight leaves no rows of dw. Beside a frozen one dx has the order that it has beside a trained
+# one.
 FORMS = {
     "plain": {},
     "bias": {"bias_dtype": True},
@@ -78,8 +81,8 @@ def rows_of(case: NormCase) -> list[int]:
     return [1, 1000, 1040, many, *((2, 3, 16, 1024, many + 1) if helpers.every_config else ())]
 
 
-def run_call(machine: CompilingMachine, case: NormCase, m: int) -> None:
-    """Launch a forward and a backward of M rows, or of M times HEADS."""
+def run_calls(case: NormCase, m: int) -> Iterator[None]:
+    """Launch a forward, a backward and that of a frozen weight, of M rows or of M times HEADS, one at a time."""
     size = (m, case.variant.n) if case.variant.weight != "heads" else (1, m, HEADS, case.variant.n)
     variant = case.variant._replace(size=size)
     x, weight, bias, residual, dy, d_residual_out = variants.make(variant, device="meta")
@@ -88,7 +91,10 @@ def run_call(machine: CompilingMachine, case: NormCase, m: int) -> None:
     dtypes = (None if each is None else each.dtype for each in (x, residual, weight, bias))
     alpha, wanted = wanted_of(case.needs, spec.alpha, tuple(dtypes))
     tensors = x if residual_out is None else residual_out, dy, weight, rstd, d_residual_out
-    launch.rms_norm_backward(spec._replace(alpha=alpha), tensors, wanted)
+    yield
+    for each in dict.fromkeys((wanted, wanted._replace(dw=None))):
+        launch.rms_norm_backward(spec._replace(alpha=alpha), tensors, each)
+        yield
 
 
 def orders_of(
@@ -107,8 +113,7 @@ def orders_of(
     monkeypatch.setattr(launch, "machine_of", lambda device: machine)
     monkeypatch.setattr(norm, "plan_for", planned)
     for m in rows_of(case):
-        run_call(machine, case, m)
-        for cubin in folder.glob("*.cubin"):
+        for cubin in itertools.chain.from_iterable(folder.glob("*.cubin") for _ in run_calls(case, m)):
             name = cubin.stem
             if name not in WITHOUT_ROWS:
                 code = disassembled(cubin)

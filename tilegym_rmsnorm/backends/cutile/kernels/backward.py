@@ -149,9 +149,10 @@ def backward_rows(
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
     d_residual = with_divisor(d_residual, DIVISOR)
-    arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
+    weights = (weight,) if HAS_WEIGHT else ()
+    arrays = (dx, dy, x, weights, rstd, d_residual_out, d_residual)
     NUMBERS, partials, HAS_DB = (inv_n, offset), (dw_partial, db_partial), len(db_partial) > 0
-    ORDER = order_of(x, DIVISOR, WARPS)
+    ORDER = order_of((x, dy) + weights + d_residual_out, DIVISOR, WARPS)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
     wait_and_signal(DEPENDENT)
 
@@ -207,11 +208,13 @@ def backward_tiles(
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
     d_residual = with_divisor(d_residual, DIVISOR)
     SHAPE, HOW = (ROWS, HEADS, WIDTH), (LATENCY, TMA, DIVISOR)
-    ORDER = order_of_tiles(x, WIDTH, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
+    weights = (weight,) if HAS_WEIGHT else ()
+    arrays = (x, dy) + weights + d_residual_out
+    ORDER = order_of_tiles(arrays, WIDTH, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
     if DEPENDENT:
         ct.grid_dependency_control_wait()
     first = place_of_tile(x, ct.bid(0), SHAPE)
-    tweight = load_columns_at((weight,) if HAS_WEIGHT else (), first, SHAPE, PIECES, HOW, PER_HEAD)
+    tweight = load_columns_at(weights, first, SHAPE, PIECES, HOW, PER_HEAD)
     tscale = beside_rows(scale_of(tweight, offset), SHAPE, PER_HEAD)
 
     tdw = zeros((rows_in(SHAPE), WIDTH), PIECES)

@@ -72,9 +72,10 @@ def backward_team(
     wait_and_signal(DEPENDENT)
     first, team = join_team(board, MEMBERS, SLOTS)
     # without a level not: some teams of 20480 columns and more spill
-    ORDER = order_of(x, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
     tcolumns = column_tiles_of(member_of(team), WIDTH, PIECES)
-    arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
+    weights = (weight,) if HAS_WEIGHT else ()
+    ORDER = order_of((x, dy) + weights + d_residual_out, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
+    arrays = (dx, dy, x, weights, rstd, d_residual_out, d_residual)
     NUMBERS, HOW = (inv_n, offset), (LATENCY, False, False, ROUND_XHAT, False, ORDER)
     tdw = zeros_like(tcolumns)
     for row in range(first, x.shape[0], ct.num_blocks(0) // MEMBERS):
@@ -118,9 +119,10 @@ def backward_pipelined_team(
     d_residual_out, d_residual = with_divisor(d_residual_out, DIVISOR), with_divisor(d_residual, DIVISOR)
     wait_and_signal(DEPENDENT)
     first, team = join_team(board, MEMBERS, SLOTS)
-    ORDER = order_of(x, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
     tcolumns = column_tiles_of(member_of(team), WIDTH, PIECES)
-    arrays = (dx, dy, x, (weight,) if HAS_WEIGHT else (), rstd, d_residual_out, d_residual)
+    weights = (weight,) if HAS_WEIGHT else ()
+    ORDER = order_of((x, dy) + weights + d_residual_out, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
+    arrays = (dx, dy, x, weights, rstd, d_residual_out, d_residual)
     NUMBERS = (inv_n, offset)
     tdw = zeros_like(tcolumns)
     tahead = (rstd_ahead(rstd, first),) if RSTD_AHEAD else ()

@@ -49,6 +49,7 @@ from .tiles import (
     ConstInt,
     as_float32,
     order_of,
+    order_of_tiles,
     packed_row_as_float32,
     row_as_float32,
     sum_of_products,
@@ -132,10 +133,11 @@ def forward_rows(
         ct.grid_dependency_control_wait()
     if DEPENDENT and not EARLY_WEIGHT:
         ct.grid_dependency_control_launch_dependents()
-    arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
+    weights = (weight,) if HAS_WEIGHT else ()
+    arrays = (y, rstd, x, weights, residual, bias)
     where, NUMBERS = (ct.bid(0), 0, tcolumns, EVEN), (inv_n, eps, offset)
     ALIGNED, SIGNALS = has_aligned_rows(x, DIVISOR), DEPENDENT and EARLY_WEIGHT
-    ORDER = order_of(x, DIVISOR, WARPS)
+    ORDER = order_of((x,) + weights + residual[:1], DIVISOR, WARPS)
     HOW = (LATENCY, ALIGNED, PACKED, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS, ORDER)
     normalize_row(arrays, where, NUMBERS, PIECES, HOW)
 
@@ -204,6 +206,8 @@ def forward_tiles(
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
     JOINT_WEIGHT: ConstBool,
+    WARPS: ConstInt,
+    IN_ORDER: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: a block for each tile (heads.py). Rows past the last are not written.
@@ -221,13 +225,13 @@ def forward_tiles(
     )
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     residual, bias = with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
-    SHAPE = (ROWS, HEADS, WIDTH)
+    SHAPE, weights = (ROWS, HEADS, WIDTH), (weight,) if HAS_WEIGHT else ()
+    ORDER = order_of_tiles((x,) + weights + residual[:1], WIDTH, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
     place = place_of_tile(x, ct.bid(0), SHAPE)
     if DEPENDENT:
         wait_for_launch_before(sum_of_indices(place))
     BLOCK = (place, SHAPE, PIECES, (LATENCY, False, DIVISOR), EVEN, EARLY_WEIGHT or JOINT_WEIGHT)
     tx, tresidual = load_block((x,), BLOCK), load_block(residual[:1], BLOCK)
-    weights = (weight,) if HAS_WEIGHT else ()
     tscale = load_columns_of_block(weights, x.dtype, BLOCK, JOINT_WEIGHT, PER_HEAD, (offset,))
     tbias = load_columns_of_block(bias, x.dtype, BLOCK, JOINT_WEIGHT, PER_HEAD)
     tscale, tbias = beside_rows(tscale, SHAPE, PER_HEAD), beside_rows(tbias, SHAPE, PER_HEAD)
@@ -236,7 +240,7 @@ def forward_tiles(
 
     where, dtype = (place, 0, SHAPE, False), residual[1].dtype if len(residual) > 0 else x.dtype
     tx = row_as_float32(with_residual(tx, tresidual, residual, store_tiles_at, where))
-    trstd = rstd_of(sum_of_products(tx, tx, PIECES, AS_COMPILED, AXIS=1), inv_n, eps)
+    trstd = rstd_of(sum_of_products(tx, tx, PIECES, ORDER, AXIS=1), inv_n, eps)
     store_rstd_at(rstd, x, place, trstd, SHAPE)
 
     txhat = xhat_of(tx, trstd, dtype, ROUND_XHAT)

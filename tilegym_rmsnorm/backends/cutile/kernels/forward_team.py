@@ -48,15 +48,9 @@ def forward_team(
     wait_and_signal(DEPENDENT)
     row, team = join_team(board, MEMBERS, SLOTS)
     where = (row, member_of(team), column_tiles_of(member_of(team), WIDTH, PIECES), EVEN)
-    arrays = (y, rstd, x, (weight,) if HAS_WEIGHT else (), residual, bias)
-    HOW = (
-        LATENCY,
-        has_aligned_rows(x, DIVISOR),
-        PACKED,
-        ROUND_XHAT,
-        False,
-        JOINT_WEIGHT,
-        False,
-        order_of(x, DIVISOR, WARPS),
-    )
+    weights = (weight,) if HAS_WEIGHT else ()
+    arrays = (y, rstd, x, weights, residual, bias)
+    ALIGNED = has_aligned_rows(x, DIVISOR)
+    ORDER = order_of((x,) + weights + residual[:1], DIVISOR, WARPS)
+    HOW = (LATENCY, ALIGNED, PACKED, ROUND_XHAT, False, JOINT_WEIGHT, False, ORDER)
     normalize_row(arrays, where, (inv_n, eps, offset), PIECES, HOW, team)

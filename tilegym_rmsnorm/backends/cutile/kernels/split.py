@@ -108,7 +108,7 @@ def backward_split(
         if row < x.shape[0]:
             # there is a weight: without one nothing needs dw. A row is loaded once, so no latency is to hide.
             arrays, where = (dx, dy, x, (weight,), rstd, (), ()), (row, 0, column_tiles(WIDTH, 1, REST), EVEN)
-            HOW = (1, False, False, ROUND_XHAT, False, order_of(x, DIVISOR, WARPS))
+            HOW = (1, False, False, ROUND_XHAT, False, order_of((x, dy, weight), DIVISOR, WARPS))
             row_gradients(load_row, store_row, arrays, where, (inv_n, offset), 1, HOW)
 
 

@@ -93,16 +93,20 @@ def multiplied(a, b):
     return tuple(a[k] * b[k] for k in ct.static_iter(range(len(a))))
 
 
-def order_of(rows, DIVISOR, WARPS):
-    """How `sum_of_lanes` adds rows of an array in a block of so many warps: (VECTOR, THREADS). A thread loads VECTOR
-    neighbours at a time: 16 bytes, or as many as DIVISOR, of N, lets it."""
-    return min(DIVISOR, 4 if rows.dtype == ct.float32 else 8), 32 * WARPS
+def order_of(arrays, DIVISOR, WARPS):
+    """How `sum_of_lanes` adds a row that a block of so many warps loads from these arrays: (VECTOR, THREADS). A thread
+    loads VECTOR neighbours at a time: 16 bytes of the widest array, for beside it the compiler holds a row as 16 bytes
+    of either; or as many as DIVISOR, of N, lets it."""
+    VECTOR = DIVISOR
+    for each in ct.static_iter(arrays):
+        VECTOR = min(VECTOR, 4 if each.dtype == ct.float32 else 8)
+    return VECTOR, 32 * WARPS
 
 
-def order_of_tiles(rows, WIDTH, DIVISOR, WARPS):
+def order_of_tiles(arrays, WIDTH, DIVISOR, WARPS):
     """Return ORDER for tiles of several rows, of so many lanes each: (), pair by pair, where a thread holds no more of
     a row than it loads at a time."""
-    VECTOR, THREADS = order_of(rows, DIVISOR, WARPS)
+    VECTOR, THREADS = order_of(arrays, DIVISOR, WARPS)
     return (VECTOR, THREADS) if WIDTH > VECTOR * THREADS else ()
 
 

@@ -59,7 +59,7 @@ class Variant:
     serves_dx_alone: ClassVar[bool] = False
     # whether rows must lie behind each other: others are copied (host/norm.py)
     reads_packed: ClassVar[bool] = False
-    # how rows are added (`order`): each by itself, as "tiles" of several, or as such tiles in "pairs" under a level
+    # how rows are added (`order`): each by itself, or as "tiles" of several
     row_sums: ClassVar[str] = "rows"
     # what of a Form its kernel takes: "residual", "bias", "heads", "per_head"
     takes: ClassVar[frozenset[str]] = frozenset()
@@ -84,8 +84,8 @@ class Variant:
         if self.goes_through_columns or self.reads_packed:
             return (self,)
         threads = 32 * self.warps
-        if self.row_sums == "pairs" and self.width <= vector * threads:
-            return self.row_sums, self.pieces, self.width
+        if self.row_sums == "tiles" and self.width <= vector * threads:
+            return "pairs", self.pieces, self.width
 
         def of_tile(width: int) -> tuple[int, int, int]:
             held = max(1, width * self.rows_of_sum // threads)  # elements of a thread

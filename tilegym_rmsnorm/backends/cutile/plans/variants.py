@@ -128,7 +128,7 @@ class BackwardTiles(Walks):
 
     kernel = "backward_tiles"
     serves = ("backward", "dx")
-    row_sums = "pairs"
+    row_sums = "tiles"
     takes = frozenset({"residual", "bias", "heads", "per_head"})
 
     rows: int = 1
