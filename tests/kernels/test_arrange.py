@@ -12,9 +12,11 @@ from helpers import BF16, FP32
 from torch import Tensor
 
 from tilegym_rmsnorm.ops.norm.spec import Spec, Wanted
+from tilegym_rmsnorm.reproducibility import BATCH, DEVICE
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm import reproducible  # noqa: E402
+from tilegym_rmsnorm.call.layout import packed
 from tilegym_rmsnorm.backends.cutile.host.arrange import bind_arranged  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.host.norm import backward_plan  # noqa: E402
 
@@ -43,9 +45,9 @@ class Kernel:
         self.got = tensors
         x, weight = tensors[0], tensors[2 if wanted else 1]
         if wanted:
-            return x.clone(), None, weight.clone(), None
-        residual_out = None if tensors[3] is None else tensors[3].clone()
-        return x.clone(), torch.arange(x.numel() // N).float(), residual_out
+            return packed(x), None, weight.clone(), None
+        residual_out = None if tensors[3] is None else packed(tensors[3])
+        return packed(x), torch.arange(x.numel() // N).float(), residual_out
 
 
 LAYOUTS = ["packed", "wide", "odd", "between 16 bytes", "transposed"]
@@ -66,7 +68,7 @@ def test_kernels_get_arrays_that_are_like_packed_ones(shape, layout, heads):
     ):
         kernel = Kernel()
         results = bind_arranged(kernel, spec, tensors, *wanted)(tensors)
-        expected = (1, m // heads, heads, N) if heads else (m, N)
+        expected = (1, m // heads, heads, N) if heads else shape
         got = [each for each in kernel.got if each is not None]
         assert all(each.data_ptr() % 16 == 0 for each in got)
         for each, given in zip((kernel.got[0], kernel.got[1 if wanted else 3]), (x, other), strict=True):
@@ -86,9 +88,23 @@ def test_kernels_get_arrays_that_are_like_packed_ones(shape, layout, heads):
             assert kernel.got[3] is rstd
 
 
+@pytest.mark.parametrize(("n", "shape"), [(256, (2, 3, 4, 256)), (80, (24, 80)), (1024, (24, 1024))])
+def test_heads_beside_one_weight_are_read_where_they_are_if_they_are_added_as_rows(n, shape):
+    q = torch.randn(2, 3, 12, n)[:, :, :4]
+    rows = got_rows(q, 0)
+    assert rows.shape == shape and (rows is q) == (n == 256)
+    assert torch.equal(rows.reshape(q.shape), q)
+    kernel, tensors = Kernel(), (q, q, torch.rand(n), torch.rand(24), None)
+    for level in (BATCH, BATCH | DEVICE):  # how rows share a sum depends on the shape
+        spec = Spec(n, 0.0, 0.0, "once", reproducible=level)
+        bind_arranged(kernel, spec, tensors, Wanted(FP32, dw=FP32))(tensors)
+        assert kernel.got[0].shape == (shape if level == BATCH else (24, n))
+
+
 def got_rows(x: Tensor, heads: int) -> Tensor:
-    """Return the rows of x as the kernel of a forward gets them, beside weights of heads."""
-    kernel, tensors = Kernel(), (x, torch.rand(heads, x.shape[-1]), None, None)
+    """Return the rows of x as the kernel of a forward gets them, beside weights of heads, or one weight."""
+    weight = torch.rand(heads, x.shape[-1]) if heads else torch.rand(x.shape[-1])
+    kernel, tensors = Kernel(), (x, weight, None, None)
     bind_arranged(kernel, Spec(x.shape[-1], 0.0, 0.0, "once"), tensors)(tensors)
     return kernel.got[0]
 

@@ -25,6 +25,7 @@ from tilegym_rmsnorm.backends.cutile import launch
 from tilegym_rmsnorm.backends.cutile.host import norm
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
+from tilegym_rmsnorm.backends.cutile.plans.rules import adds_heads_as_rows
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
 from tilegym_rmsnorm.ops.norm.spec import wanted_of
@@ -82,9 +83,18 @@ def rows_of(case: NormCase) -> list[int]:
 
 
 def run_calls(case: NormCase, m: int) -> Iterator[None]:
-    """Launch a forward, a backward and that of a frozen weight, of M rows or of M times HEADS, one at a time."""
-    size = (m, case.variant.n) if case.variant.weight != "heads" else (1, m, HEADS, case.variant.n)
-    variant = case.variant._replace(size=size)
+    """Launch a forward, a backward and that of a frozen weight, of M rows, of M times HEADS or of both, one at a time."""
+    rows, heads = (
+        case.variant._replace(size=size, layout=layout)
+        for size, layout in (((m, case.variant.n), "contiguous"), ((1, m, HEADS, case.variant.n), "heads"))
+    )
+    if case.variant.weight != "heads":
+        yield from run_calls_of(rows, case)
+    if case.variant.weight == "heads" or adds_heads_as_rows(case.variant.n):
+        yield from run_calls_of(heads, case)
+
+
+def run_calls_of(variant: variants.Variant, case: NormCase) -> Iterator[None]:
     x, weight, bias, residual, dy, d_residual_out = variants.make(variant, device="meta")
     spec = variants.spec_of(variant)._replace(reproducible=BATCH)
     _, rstd, residual_out = launch.rms_norm_forward(spec, (x, weight, bias, residual))
@@ -145,6 +155,9 @@ def assert_in_one_order(case: NormCase, folder, monkeypatch) -> None:
     [
         ("plain", 64, BF16),
         ("llama", 100, FP16),
+        ("residual", 256, BF16),
+        ("plain", 1000, FP16),
+        ("float32 weight", 3072, BF16),
         ("weights of heads", 128, BF16),
         ("residual", 516, BF16),
         ("plain", 1024, BF16),

@@ -24,7 +24,12 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     Problem,
     form_named,
 )
-from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, is_fused
+from tilegym_rmsnorm.backends.cutile.plans.rules import (
+    ARCHITECTURES,
+    adds_heads_as_rows,
+    heads_of_form,
+    is_fused,
+)
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import DIVISOR_OF_P, SIZES
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
@@ -144,6 +149,22 @@ def test_without_teams_wide_rows_have_one_block():
         ValueError, match=r"expected SMs for teams of \d+ blocks.*set_teams\(False\).*got 16 SMs"
     ):
         first_of(asked._replace(policy=Policy(is_batch_invariant=True)))
+
+
+@pytest.mark.parametrize("n", [n for n in range(1, 1025) if adds_heads_as_rows(n)])
+def test_heads_are_added_as_rows(n):
+    """(B, T, H, N) of any H, beside one weight for all, as (M, N)."""
+    forms = *(each for each in FORMS if not each.heads), Form(True, d_residual=True, narrowest=2)
+    for dtype, form, op, size in itertools.product(("bfloat16", "float32"), forms, OPS, SIZES):
+        for weight in (dtype, "float32", None) if op != "backward" else (dtype, "float32"):
+            policy = Policy(**BATCH_INVARIANT)
+            rows = Problem(op, n, dtype, weight, size, H200, policy=policy, form=form)
+            if form.narrowest and dtype == "bfloat16" or not is_fused(rows):
+                continue
+            expected = orders_of(first_of(rows), rows)
+            for count in (1, 2, 3, 8, 28, 32, 128, 300, 4096):
+                heads = rows._replace(form=form._replace(heads=heads_of_form(n, count)))
+                assert is_fused(heads) and orders_of(first_of(heads), heads) == expected, (heads, expected)
 
 
 @pytest.mark.parametrize("teams", [True, False])

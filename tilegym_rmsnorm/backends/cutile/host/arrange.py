@@ -5,8 +5,9 @@ are around it and wherever it lies.
 
 cuda-tile compiles a kernel for what it knows of each array: that 16 bytes divide its address and its strides, and that
 an extent is 1. What it knows of addresses and strides decides how threads load a row, hence in which order it is added.
-So rows are read where they are if they are like packed ones, else from a packed copy. Where rows end between 16 bytes,
-a lone one gets a second one, of zeros, which adds nothing to dw: alone its begin says nothing of others'.
+So rows are read where they are if they are like packed ones, else from a packed copy. (B, T, H, N) beside one weight
+for all is read where it is if each row is added as one of (M, N) is. Where rows end between 16 bytes, a lone one gets a
+second one, of zeros, which adds nothing to dw: alone its begin says nothing of others'.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
+from tilegym_rmsnorm.backends.cutile.host.launcher import fits_kernels
+from tilegym_rmsnorm.backends.cutile.plans.rules import adds_heads_as_rows
 from tilegym_rmsnorm.call.layout import View, arranged, in_shape_of, packed, strides_of_packed
+from tilegym_rmsnorm.reproducibility import DEVICE
 
 ROWS, VECTOR, RSTD = "rows", "vector", "rstd"
 FORWARD, BACKWARD = (ROWS, VECTOR, VECTOR, ROWS), (ROWS, ROWS, VECTOR, RSTD, ROWS)  # as in ops/norm/spec.py
@@ -29,7 +33,12 @@ def bind_arranged(function: Any, spec: Any, tensors: Any, *wanted: Any) -> Calla
     known = [(each, kind) for each, kind in zip(tensors, kinds, strict=False) if each is not None]
     heads = next((each.shape[0] for each, kind in known if kind == VECTOR and each.ndim == 2), 0)
     m = tensors[0].numel() // spec.n
-    lead = (1, m // heads, heads) if heads else (m,)
+    lead: tuple[int, ...] = (m,)
+    if heads:
+        lead = 1, m // heads, heads
+    elif adds_heads_as_rows(spec.n) and not (wanted and spec.reproducible & DEVICE):
+        # Tiles of heads share a sum over rows otherwise than those of rows.
+        lead = tuple(tensors[0].shape[:-1])
     is_whole = all(kind != ROWS or spec.n * each.itemsize & 15 == 0 for each, kind in known)
     is_lone = m == (heads or 1) and not is_whole
     views = [
@@ -60,6 +69,8 @@ def _view(tensor: Tensor, kind: str, shape: tuple[int, ...], is_lone: bool) -> V
 
 def is_like_packed(rows: Tensor) -> bool:
     """Whether cuda-tile knows as much of an array of rows as of a packed one at a multiple of 16 bytes."""
+    if not fits_kernels(rows):
+        return False
     wholes = [stride * rows.itemsize & 15 == 0 for stride in rows.stride()]
     of_packed = [stride * rows.itemsize & 15 == 0 for stride in strides_of_packed(rows.shape)]
     # The stride of an extent of 1 counts too. Where rows end between 16 bytes, that of packed arrays may be any.

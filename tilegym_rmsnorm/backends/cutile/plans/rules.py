@@ -91,6 +91,12 @@ def heads_of_form(n: int, heads: int) -> int:
     return next(each for each in counts if -(-heads // each) * each * 16 <= heads * 17)
 
 
+def adds_heads_as_rows(n: int) -> bool:
+    """Whether under a level (B, T, H, N) beside one weight for all is added as rows of (M, N) are: tiles of both are as
+    wide as a row, whose order no layout decides (`Variant.order`)."""
+    return n in (8, 16, 32, 64, 128, 256, 512)
+
+
 def reasoned(problem: Problem) -> Variant:
     """The first kernel of any problem. Raises ValueError where nothing serves such rows."""
     first = _tiles_of_heads(problem) if problem.form.heads else _plain(problem)
