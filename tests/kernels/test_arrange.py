@@ -16,9 +16,9 @@ from tilegym_rmsnorm.reproducibility import BATCH, DEVICE
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm import reproducible  # noqa: E402
-from tilegym_rmsnorm.call.layout import packed
 from tilegym_rmsnorm.backends.cutile.host.arrange import bind_arranged  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.host.norm import backward_plan  # noqa: E402
+from tilegym_rmsnorm.call.layout import packed
 
 N = 64
 

@@ -105,9 +105,9 @@ def order_of(arrays, DIVISOR, WARPS):
 
 def order_of_tiles(arrays, WIDTH, DIVISOR, WARPS):
     """Return ORDER for tiles of several rows, of so many lanes each: (), pair by pair, where a thread holds no more of
-    a row than it loads at a time."""
-    VECTOR, THREADS = order_of(arrays, DIVISOR, WARPS)
-    return (VECTOR, THREADS) if WIDTH > VECTOR * THREADS else ()
+    a row than it loads at a time from the first of these arrays."""
+    VECTOR, THREADS = order_of(arrays[:1], DIVISOR, WARPS)
+    return order_of(arrays, DIVISOR, WARPS) if WIDTH > VECTOR * THREADS else ()
 
 
 def sum_of_products(a, b, PIECES, ORDER, AXIS=None):

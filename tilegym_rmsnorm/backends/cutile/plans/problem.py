@@ -131,10 +131,10 @@ class Problem(NamedTuple):
 
     @property
     def vectors(self) -> set[int]:
-        """How many neighbours of a packed row a thread loads at a time, by 16 bytes, of the widest rows and of the
-        narrowest; beside a float32 weight of that (`order_of` in kernels/tiles.py)."""
-        least = ITEMSIZE[FLOAT32] if self.weight == FLOAT32 else 0
-        return {math.gcd(self.n, 16 // max(each, least)) for each in (self.itemsize, self.narrowest_itemsize)}
+        """How many neighbours of a packed row a thread may load at a time (`order_of` in kernels/tiles.py): by 16 bytes
+        of the widest rows, of the narrowest and of a weight."""
+        itemsizes = {self.itemsize, self.narrowest_itemsize, ITEMSIZE[self.weight or self.dtype]}
+        return {math.gcd(self.n, 16 // each) for each in itemsizes}
 
     @property
     def is_beside_float32(self) -> bool:
