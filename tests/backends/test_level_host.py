@@ -104,16 +104,19 @@ def test_a_known_call_makes_no_more_python_calls_than_without_a_level(kind, has_
             torch.autograd.grad(outs, leaves, [each.detach() for each in outs])
 
     known = {}
+    has_vllms_order = backend == "triton" and kind == "plain"  # beside a residual PyTorch adds first
+    levels = ("batch", "device", "vllm") if has_vllms_order else ("batch", "device")
     with torch.set_grad_enabled(has_grad):
-        for level in ("run", "batch", "device"):
+        for level in ("run", *levels):
             with reproducible(level):
                 first = python_calls(both)
                 both()
                 known[level] = python_calls(both)
             assert known[level].total() < first.total() / 2, "known"
-    for level in ("batch", "device"):
+    for level in levels:
         more = known[level] - known["run"]
-        assert known[level].total() <= known["run"].total(), more
+        own = level == "vllm"  # a function of its own, which checks the form
+        assert known[level].total() <= known["run"].total() + own, more
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)

@@ -83,7 +83,7 @@ def rows_of(case: NormCase) -> list[int]:
 
 
 def run_calls(case: NormCase, m: int) -> Iterator[None]:
-    """Launch a forward, a backward and that of a frozen weight, of M rows, of M times HEADS or of both, one at a time."""
+    """Launch a forward, a backward and that of a frozen weight one at a time: of M rows, M times HEADS, or both."""
     rows, heads = (
         case.variant._replace(size=size, layout=layout)
         for size, layout in (((m, case.variant.n), "contiguous"), ((1, m, HEADS, case.variant.n), "heads"))

@@ -35,11 +35,11 @@ _forward_config = functools.lru_cache(forward_config)
 def run_forward(spec: Spec, tensors: ForwardTensors, are_alike: bool = False) -> Outputs:
     host.sms_left(spec.reproducible, tensors[0].device)
     if spec.reproducible & VLLM:
-        return _run_as_vllm(spec, tensors)
+        return _run_as_vllm(spec, tensors, are_alike)
     return launch_forward(_forward_config(spec.n), spec, tensors, are_alike)
 
 
-def _run_as_vllm(spec: Spec, tensors: ForwardTensors) -> Outputs:
+def _run_as_vllm(spec: Spec, tensors: ForwardTensors, are_alike: bool) -> Outputs:
     """Add the residual by PyTorch, and take ones where there is no weight, as vLLM does: all that the kernel loads and
     stores has a part in the order of its sums."""
     x, weight, bias, residual = tensors
@@ -57,7 +57,7 @@ def _run_as_vllm(spec: Spec, tensors: ForwardTensors) -> Outputs:
         return around_kernels.forward(run_forward, spec, tensors)
     if weight is None:
         weight = torch.ones(spec.n, dtype=x.dtype, device=x.device)
-    return launch_forward(_forward_config(spec.n, is_vllms=True), spec, (x, weight, None, None))
+    return launch_forward(_forward_config(spec.n, is_vllms=True), spec, (x, weight, None, None), are_alike)
 
 
 def run_backward(spec: Spec, tensors: Any, wanted: Wanted, are_alike: bool = False) -> Gradients:
