@@ -14,6 +14,7 @@ from helpers import BF16, FP16, FP32, FP64, assert_within, expected_results, mak
 from tilegym_rmsnorm.call.arithmetic import default_eps, promoted
 from tilegym_rmsnorm.ops.norm.reference import (
     compute_rms_norm_rstd_torch,
+    residual_sum,
     rms_norm_backward_torch,
     rms_norm_forward_torch,
 )
@@ -178,3 +179,15 @@ def test_promoted_dtypes_are_those_of_pytorch():
     dtypes = FP16, BF16, FP32, FP64, torch.complex64, torch.complex128
     for dtype, other in itertools.product(dtypes, dtypes):
         assert promoted(dtype, other) is torch.promote_types(dtype, other), (dtype, other)
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product((BF16, FP16, FP32), repeat=2)), ids=str)
+def test_a_sum_of_one_pass_has_the_bits_of_one_in_float32(dtypes):
+    x, residual = (
+        (torch.randn(300, 77) * torch.exp2(torch.randint(-20, 14, (300, 1)))).to(each) for each in dtypes
+    )
+    dtype = torch.promote_types(*dtypes)
+    expected = (x.float() + residual.float()).to(dtype)
+    assert torch.equal(residual_sum(x, residual, 1.0, dtype), expected)
+    wide = residual_sum(x, residual, 1.0, FP32)
+    assert torch.equal(wide, x.float() + residual.float()), "not rounded in between"

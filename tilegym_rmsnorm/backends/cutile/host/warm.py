@@ -26,10 +26,12 @@ from tilegym_rmsnorm.backends.cutile.host import norm
 from tilegym_rmsnorm.backends.cutile.host.launcher import Description, Launcher, find
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
+from tilegym_rmsnorm.backends.cutile.plans.rules import adds_heads_as_rows
 from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.ops.norm.spec import BackwardTensors, ForwardTensors, Spec, Wanted
+from tilegym_rmsnorm.reproducibility import DEVICE
 
 EPS = 1e-6
 PERIODS = 4  # times as many tiles of heads as blocks: `_leads_of_heads`
@@ -41,8 +43,14 @@ Lead = tuple[int, ...]  # (M,), or B, T and H
 
 def warm(device: torch.device, calls: Any) -> None:
     """Launch every kernel of the forward and of the backward of such calls, on arrays that hold anything."""
-    if isinstance(calls, Calls) and calls.spec.reproducible and not calls.per_head:
-        calls = calls._replace(heads=0)  # arrange.py makes rows of them
+    if isinstance(calls, Calls) and calls.spec.reproducible and calls.heads and not calls.per_head:
+        rows = calls._replace(
+            heads=0
+        )  # arrange.py makes rows of heads, and of some for sums under "device" alone
+        if not adds_heads_as_rows(calls.n):
+            calls = rows
+        elif calls.spec.reproducible & DEVICE:
+            warm(device, rows)
     forward, backward = (getattr(launch, name) for name in calls.spec.ops)
     for lead in calls.leads(device):
         forward(calls.spec, calls.forward(device, lead))
