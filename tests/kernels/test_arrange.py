@@ -4,6 +4,7 @@
 """The arrays that cutile's kernels get under a level: like packed ones at a multiple of 16 bytes, however the caller's
 lie, and two rows at least of those that end between 16 bytes."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -95,10 +96,19 @@ def test_heads_beside_one_weight_are_read_where_they_are_if_they_are_added_as_ro
     assert rows.shape == shape and (rows is q) == (n == 256)
     assert torch.equal(rows.reshape(q.shape), q)
     kernel, tensors = Kernel(), (q, q, torch.rand(n), torch.rand(24), None)
-    for level in (BATCH, BATCH | DEVICE):  # how rows share a sum depends on the shape
+    for level, dw in itertools.product((BATCH, BATCH | DEVICE), (FP32, None)):
         spec = Spec(n, 0.0, 0.0, "once", reproducible=level)
-        bind_arranged(kernel, spec, tensors, Wanted(FP32, dw=FP32))(tensors)
-        assert kernel.got[0].shape == (shape if level == BATCH else (24, n))
+        bind_arranged(kernel, spec, tensors, Wanted(FP32, dw=dw))(tensors)
+        # how rows share a sum depends on the shape
+        assert kernel.got[0].shape == ((24, n) if level & DEVICE and dw else shape)
+
+
+@pytest.mark.parametrize("t", [16, 2**19])
+def test_heads_whose_packed_strides_kernels_cannot_count_in_become_rows(t):
+    q = torch.empty((2, t, 48, 256), dtype=BF16, device="meta")[:, :, :16]
+    kernel, tensors = Kernel(), (q, q[0, 0, 0], None, None)
+    bind_arranged(kernel, Spec(256, 0.0, 0.0, "once"), tensors)(tensors)
+    assert kernel.got[0].shape == ((2, t, 16, 256) if t == 16 else (2 * t * 16, 256))
 
 
 def got_rows(x: Tensor, heads: int) -> Tensor:

@@ -151,6 +151,21 @@ def test_without_teams_wide_rows_have_one_block():
         first_of(asked._replace(policy=Policy(is_batch_invariant=True)))
 
 
+@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize(
+    ("weight", "form"),
+    [("bfloat16", PLAIN), ("float16", Form(residual=True)), ("float32", Form(narrowest=2))],
+)
+def test_rows_beside_narrower_arrays_have_one_kernel(n, weight, form):
+    """The compiler may hold a row as it loads any of them: for few rows otherwise than for many."""
+    for ops in (("forward",), ("backward", "dx")):
+        found = set()
+        for op, size, level in itertools.product(ops, SIZES, (BATCH_INVARIANT, DEVICE_INVARIANT)):
+            policy = Policy(**level)
+            found.add(first_of(Problem(op, n, "float32", weight, size, H200, policy=policy, form=form)))
+        assert len(found) == 1
+
+
 @pytest.mark.parametrize("n", [n for n in range(1, 1025) if adds_heads_as_rows(n)])
 def test_heads_are_added_as_rows(n):
     """(B, T, H, N) of any H, beside one weight for all, as (M, N)."""

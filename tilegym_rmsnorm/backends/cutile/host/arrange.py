@@ -12,12 +12,13 @@ second one, of zeros, which adds nothing to dw: alone its begin says nothing of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.cutile.host.launcher import fits_kernels
+from tilegym_rmsnorm.backends.cutile.host.launcher import LARGEST_STRIDE, fits_kernels
 from tilegym_rmsnorm.backends.cutile.plans.rules import adds_heads_as_rows
 from tilegym_rmsnorm.call.layout import View, arranged, in_shape_of, packed, strides_of_packed
 from tilegym_rmsnorm.reproducibility import DEVICE
@@ -36,9 +37,11 @@ def bind_arranged(function: Any, spec: Any, tensors: Any, *wanted: Any) -> Calla
     lead: tuple[int, ...] = (m,)
     if heads:
         lead = 1, m // heads, heads
-    elif adds_heads_as_rows(spec.n) and not (wanted and spec.reproducible & DEVICE):
+    elif adds_heads_as_rows(spec.n) and math.prod(tensors[0].shape[1:]) <= LARGEST_STRIDE:
         # Tiles of heads share a sum over rows otherwise than those of rows.
-        lead = tuple(tensors[0].shape[:-1])
+        has_sums = bool(wanted) and (wanted[0].dw is not None or wanted[0].db is not None)
+        if not (has_sums and spec.reproducible & DEVICE):
+            lead = tuple(tensors[0].shape[:-1])
     is_whole = all(kind != ROWS or spec.n * each.itemsize & 15 == 0 for each, kind in known)
     is_lone = m == (heads or 1) and not is_whole
     views = [

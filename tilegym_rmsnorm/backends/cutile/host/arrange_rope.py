@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile.host.arrange import is_like_packed
-from tilegym_rmsnorm.backends.cutile.host.launcher import fits_kernels
 from tilegym_rmsnorm.call.layout import View, arranged, in_shape_of, packed
 from tilegym_rmsnorm.ops.rope.spec import OF_BACKWARD
 
@@ -44,7 +43,7 @@ def _in_shapes_of_rows(tensors: Any, results: Any) -> Any:
 def _of_rows(rows: Tensor | None, is_one_step: bool) -> View:
     if rows is None:
         return None
-    if not (is_like_packed(rows.transpose(0, 1) if is_one_step else rows) and fits_kernels(rows)):
+    if not is_like_packed(rows.transpose(0, 1) if is_one_step else rows):
         return (lambda rows: packed(rows).transpose(0, 1)) if is_one_step else packed
     return (lambda rows: rows.transpose(0, 1)) if is_one_step else None
 

@@ -71,9 +71,9 @@ def backward_team(
     d_residual_out, d_residual = with_divisor(d_residual_out, DIVISOR), with_divisor(d_residual, DIVISOR)
     wait_and_signal(DEPENDENT)
     first, team = join_team(board, MEMBERS, SLOTS)
-    # without a level not: some teams of 20480 columns and more spill
     tcolumns = column_tiles_of(member_of(team), WIDTH, PIECES)
     weights = (weight,) if HAS_WEIGHT else ()
+    # without a level not: some teams of 20480 columns and more spill
     ORDER = order_of((x, dy) + weights + d_residual_out, DIVISOR, WARPS) if IN_ORDER else AS_COMPILED
     arrays = (dx, dy, x, weights, rstd, d_residual_out, d_residual)
     NUMBERS, HOW = (inv_n, offset), (LATENCY, False, False, ROUND_XHAT, False, ORDER)

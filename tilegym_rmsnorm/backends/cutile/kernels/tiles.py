@@ -94,9 +94,9 @@ def multiplied(a, b):
 
 
 def order_of(arrays, DIVISOR, WARPS):
-    """How `sum_of_lanes` adds a row that a block of so many warps loads from these arrays: (VECTOR, THREADS). A thread
-    loads VECTOR neighbours at a time: 16 bytes of the widest array, for beside it the compiler holds a row as 16 bytes
-    of either; or as many as DIVISOR, of N, lets it."""
+    """How `sum_of_lanes` adds a row that a block of so many warps loads from these arrays: (VECTOR, THREADS). VECTOR
+    neighbours are 16 bytes of the widest array, which the compiler holds so or as 16 bytes of another one; and no more
+    than DIVISOR."""
     VECTOR = DIVISOR
     for each in ct.static_iter(arrays):
         VECTOR = min(VECTOR, 4 if each.dtype == ct.float32 else 8)
@@ -127,8 +127,8 @@ def sum_of_lanes(tile, ORDER, AXIS=None):
     lies half a row apart. ct.sum adds the rest, of which a thread holds one.
 
     By ct.sum alone the compiler chooses in which order a thread adds: copies of one loop differ in that, and so would a
-    row's bits by its place among the others (tests/machine_code/orders.py). Backwards of tiles of several rows and of
-    teams do so under a level of reproducibility alone: it costs some widths 3 to 9 % on an H200, and registers.
+    row's bits by its place among the others (tests/machine_code/orders.py). Tiles of several rows and backwards of
+    teams do so under a level of reproducibility alone: it costs some backwards 3 to 9 % on an H200, and registers.
     `Variant.order` says which variants add alike.
     """
     if len(ORDER) == 0:

@@ -142,6 +142,11 @@ class Problem(NamedTuple):
         return self.weight == FLOAT32 and self.itemsize == 2
 
     @property
+    def has_narrower_arrays(self) -> bool:
+        """Whether other rows, or the weight, have fewer bytes an element than the widest rows."""
+        return self.form.narrowest > 0 or ITEMSIZE[self.weight or self.dtype] < self.itemsize
+
+    @property
     def is_aligned(self) -> bool:
         """Whether every row of a contiguous array begins at a multiple of 16 bytes."""
         return self.n * self.narrowest_itemsize % 16 == 0
