@@ -44,9 +44,8 @@ Lead = tuple[int, ...]  # (M,), or B, T and H
 def warm(device: torch.device, calls: Any) -> None:
     """Launch every kernel of the forward and of the backward of such calls, on arrays that hold anything."""
     if isinstance(calls, Calls) and calls.spec.reproducible and calls.heads and not calls.per_head:
-        rows = calls._replace(
-            heads=0
-        )  # arrange.py makes rows of heads, and of some for sums under "device" alone
+        # arrange.py makes rows of heads, of those that are added as such for sums under "device" alone
+        rows = calls._replace(heads=0)
         if not adds_heads_as_rows(calls.n):
             calls = rows
         elif calls.spec.reproducible & DEVICE:

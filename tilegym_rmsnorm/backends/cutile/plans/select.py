@@ -79,8 +79,8 @@ def _select_batch_invariant(problem: Problem, tables: Tables) -> Plan:
             f"reproducible: expected SMs for teams of {first.members} blocks, {LAUNCHES_AT_ONCE} for each, or"
             f" set_teams(False) on every GPU, for rows of {problem.n} elements; got {problem.sm_count} SMs"
         )
-    # Two kernels of one order had other bits on an H200 where rows begin between 16 bytes: 3001 columns. Beside narrower
-    # arrays the compiler holds a row otherwise in each, as float32 beside a weight of 2 bytes: 2048 columns.
+    # Two kernels of one order had other bits on an H200 where rows begin between 16 bytes (3001 columns). They have
+    # other orders in machine code beside narrower arrays, as float32 beside a weight of 2 bytes (2048 columns).
     is_held_alike = problem.is_aligned and not problem.has_narrower_arrays
     for choice in _own_of_batch_invariant(asked, of_all, tables) if is_held_alike else ():
         if all(choice.first.order(each) == first.order(each) for each in problem.vectors):
