@@ -132,9 +132,8 @@ class Problem(NamedTuple):
     @property
     def vectors(self) -> set[int]:
         """How many neighbours of a packed row a thread may load at a time (`order_of` in kernels/tiles.py): by 16 bytes
-        of the widest rows, of the narrowest and of a weight."""
-        itemsizes = {self.itemsize, self.narrowest_itemsize, ITEMSIZE[self.weight or self.dtype]}
-        return {math.gcd(self.n, 16 // each) for each in itemsizes}
+        of the widest rows, and of a weight."""
+        return {math.gcd(self.n, 16 // each) for each in (self.itemsize, ITEMSIZE[self.weight or self.dtype])}
 
     @property
     def is_beside_float32(self) -> bool:
