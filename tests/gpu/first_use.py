@@ -27,6 +27,7 @@ VARIANTS = {
     "bias": Variant(BF16, bias_dtype=BF16),
     "residual": Variant(BF16, residual_dtype=BF16),
     "residual without a weight": Variant(BF16, weight="none", residual_dtype=BF16, alpha=0.5),
+    "heads": Variant(BF16, size=(2, 8, 4, 0), layout="heads"),
     "weights of heads": Variant(BF16, weight="heads", size=(2, 8, 4, 0), layout="heads"),
     "copied first": Variant(BF16, residual_dtype=BF16, layout="transposed"),
 }
@@ -95,7 +96,7 @@ def main(surrounding: str, name: str, columns: str, backend: str) -> None:
     variant = VARIANTS[name]
     # Rows that are not aligned have kernels of their own only where there are many.
     rows = 64 if int(columns) % 8 == 0 else 1100
-    size = (*variant.size[:-1], int(columns)) if variant.weight == "heads" else (rows, int(columns))
+    size = (*variant.size[:-1], int(columns)) if len(variant.size) == 4 else (rows, int(columns))
     variant = variant._replace(size=size)
     inputs = make(variant)
     before = torch.cuda.memory_allocated()
