@@ -46,6 +46,7 @@ import torch
 import torch._utils
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
 
@@ -120,6 +121,8 @@ def main(argv: list[str] | None = None) -> int:
         meshes = join(arguments)
     except ValueError as error:
         parser.error(str(error))
+    # Its keys lack the names of process groups, which are in the code: a rank would take another's.
+    functorch_config.enable_autograd_cache &= not is_spread
     choose_tables()
     device = this_device()
     origin = describe_run()
