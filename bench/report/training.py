@@ -3,8 +3,9 @@
 
 """Results of bench.train as tables.
 
-A result is the provenance of provenance.py, note, model, compiled, is_tiny, fsdp, tp, sm_margin, sizes, norms_in_model,
-flops_per_token, steps and smoothed of the loss curves, corpus_bytes, and `trained`. Each of those is
+A result is the provenance of provenance.py, note, model, compiled, is_tiny, fsdp, tp, one_rank (whether it is of rank 0
+of these alone), sm_margin, sizes, norms_in_model, flops_per_token, steps and smoothed of the loss curves, corpus_bytes,
+and `trained`. Each of those is
 
 norm                            the way to compute the norms; others are compared with the first
 step_s                          seconds of a step, turn by turn: the i-th of all ways were taken one after the other
@@ -55,7 +56,7 @@ def stem_of(result: Result) -> str:
     parts = ["train", result["model"], "compiled" if result["compiled"] else "eager"]
     parts += [f"{name}{result[name]}" for name in ("fsdp", "tp") if result[name] > 1]
     parts += [f"margin{result['sm_margin']}"] if result["sm_margin"] else []
-    return "-".join(parts)
+    return "-".join([*parts, *(["one-rank"] if result.get("one_rank") else [])])
 
 
 def read(folder: Path) -> list[Result]:
@@ -96,7 +97,21 @@ def rest_ms(one: dict[str, Any]) -> float | None:
     return device and sum(ms for kind, ms in device.items() if kind not in APART)
 
 
+def shown(result: Result) -> Result:
+    """Return a result as tables show it: of one rank the tokens of its own batch, and no losses."""
+    if not result.get("one_rank"):
+        return result
+    ranks = result["fsdp"] * result["tp"]
+    note = f"One GPU as rank 0 of {ranks}, with PyTorch's fake process group: nothing is communicated, and tokens/s "
+    note += f"are an upper bound for that rank, not of a machine of {ranks} GPUs."
+    trained = [{key: value for key, value in each.items() if key != "losses"} for each in result["trained"]]
+    model = f"{result['model']}, rank 0 of FSDP2 {result['fsdp']}"
+    note = " ".join(filter(None, [note, result["note"]]))
+    return {**result, "model": model, "one_rank": False, "fsdp": 1, "trained": trained, "note": note}
+
+
 def title(result: Result) -> str:
+    result = shown(result)
     text = f"{result['model']}, {'compiled' if result['compiled'] else 'eager'}"
     more = [f"{name} {result[key]}" for key, name in (("fsdp", "FSDP2"), ("tp", "TP")) if result[key] > 1]
     more += [f"SM margin {result['sm_margin']}"] if result["sm_margin"] else []
@@ -162,6 +177,7 @@ def gibibytes(count: int | None) -> str:
 
 def section(result: Result) -> str:
     """The result as Markdown."""
+    result = shown(result)
     sizes = result["sizes"]
     text = f"**{title(result)}.** {sizes['layers']} layers of width {sizes['width']}, "
     text += f"{result['norms_in_model']} norms; {sizes['batch']} x {sizes['length']} tokens a step"
@@ -198,7 +214,7 @@ def table(results: list[Result], is_brief: bool = False) -> str:
     the ways in IN_GRAPHS, without times of the device and memory, and by other names."""
     cells: dict[tuple[str, str], dict[bool, list[str]]] = {}
     figures = ["tokens/s", "ratio"] if is_brief else ["tokens/s", "ratio", "rest, ms", "peak GiB"]
-    for result in results:
+    for result in map(shown, results):
         name, found = title({**result, "compiled": False}).replace(", eager", ""), ratios(result)
         for each in result["trained"]:
             if each["norm"] in found and not (is_brief and each["norm"] in IN_GRAPHS):
@@ -221,6 +237,7 @@ def in_order(results: Iterable[Result]) -> list[Result]:
         results,
         key=lambda each: (
             each["gpu"],
+            each.get("one_rank", False),
             each["fsdp"] * each["tp"],
             models.index(each["model"]),
             each["compiled"],
@@ -249,11 +266,13 @@ def readme_section(results: list[Result]) -> str:
 def page_section(results: list[Result], link: Callable[[str], str | None]) -> str:
     """The section of docs/training.md. link: to the picture of a result's losses, by its stem."""
     parts = []
-    of_gpus: dict[tuple[str, bool], list[Result]] = {}
+    of_gpus: dict[tuple[str, str], list[Result]] = {}
     for each in in_order(results):
-        of_gpus.setdefault((each["gpu"], each["fsdp"] * each["tp"] > 1), []).append(each)
-    for (gpu, is_spread), found in of_gpus.items():
-        parts += [f"**{gpu}, {'several' if is_spread else 'one'}**", table(found), measured_with(found)]
+        count = "several" if each["fsdp"] * each["tp"] > 1 else "one"
+        count = "one, as rank 0 of several" if each.get("one_rank") else count
+        of_gpus.setdefault((each["gpu"], count), []).append(each)
+    for (gpu, count), found in of_gpus.items():
+        parts += [f"**{gpu}, {count}**", table(found), measured_with(found)]
         for each in found:
             image = link(stem_of(each))
             parts += folded(

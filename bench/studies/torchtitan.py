@@ -46,9 +46,7 @@ import torch
 import torch._utils
 import torch.distributed as dist
 from torch import Tensor
-from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import FSDPModule
-from torch.torch_version import TorchVersion
 
 from bench.measure.provenance import (
     RESULTS,
@@ -64,7 +62,7 @@ from bench.measure.session import describe, this_device
 from bench.measure.shapes import Result
 from bench.report import curves, readme, training
 from bench.report.tables import CPU_NOTE, folded, write_json
-from bench.train import kernels, measure, parallel, text
+from bench.train import kernels, measure, one_rank, parallel, text
 from bench.train.models import MODELS, Sizes, tiny
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
@@ -77,7 +75,6 @@ WAYS = {"original": [], "converter": [*CONVERTER, "--model.converters", "tilegym
 STEPS, TINY_STEPS = 16, 6
 NEAR = 1e-3  # of both first losses, which differ by rounding alone
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-C10D = torch.library.Library("c10d", "IMPL")  # what it holds ends with it
 PLAIN = torch.nn.RMSNorm.__mro__
 PAGE = ROOT / "docs" / "torchtitan.md"
 
@@ -121,8 +118,6 @@ def main(argv: list[str] | None = None) -> int:
         meshes = join(arguments)
     except ValueError as error:
         parser.error(str(error))
-    # Its keys lack the names of process groups, which are in the code: a rank would take another's.
-    functorch_config.enable_autograd_cache &= not is_spread
     choose_tables()
     device = this_device()
     origin = describe_run()
@@ -140,8 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     tell(one_line(origin))
     if device.type == "cpu":
         stand_in_for_a_gpu()
-    if arguments.one_rank and TorchVersion(torch.__version__) < "2.13":
-        fill_reduce_scatters(device)
+    if arguments.one_rank:
+        one_rank.fill_reduce_scatters(device)
     sizes = {name: tiny(SIZES[name]) if is_tiny else SIZES[name] for name in arguments.model}
     for name in sizes:
         register(name, sizes[name])
@@ -166,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
                 tell(f"bits: {each['norm']}")
             if is_first:
                 write_json(result, path, "cases")
-        tell(f"\n{training.section(shown({**origin, **result['cases'][-1]}))}\n")
+        tell(f"\n{training.section({**origin, **result['cases'][-1]})}\n")
     if dist.is_initialized():
         if meshes is not None:
             dist.barrier()  # no rank ends while another's threads still talk to it
@@ -185,10 +180,8 @@ def join(arguments: argparse.Namespace) -> parallel.Meshes | None:
         meshes = parallel.start(arguments.fsdp, arguments.tp)
         os.environ.update({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if meshes else ALONE)  # same_bits needs it
         return meshes
-    if ranks == 1:
-        raise ValueError("--one-rank: expected --fsdp or --tp beside it")
-    if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ValueError(f"--one-rank: expected one process, got {world}")
+    one_rank.check(ranks)
+    parallel.compile_anew()
     os.environ.update(ALONE | {"WORLD_SIZE": str(ranks), "NGPU": str(ranks)})
     return None
 
@@ -228,22 +221,6 @@ def stand_in_for_a_gpu() -> None:
     stats = metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
     given = {"device_name": "CPU", "get_peak_stats": lambda: stats, "reset_peak_stats": lambda: None}
     metrics.build_device_memory_monitor = lambda: SimpleNamespace(**given)
-
-
-def fill_reduce_scatters(device: torch.device) -> None:
-    """Let the fake process group give a rank its own part of a reduce-scatter, as that of PyTorch 2.13 does. Before, it
-    leaves the memory unfilled, and losses are NaN."""
-
-    def single(output: Tensor, given: Tensor, group: Any, op: Any, *more: Any) -> tuple[Tensor, Any]:
-        return output, several([output], [given], group, op, *more)
-
-    def several(outputs: list[Tensor], given: list[Tensor], group: Any, op: Any, *more: Any) -> Any:
-        for output, whole in zip(outputs, given, strict=True):
-            output.copy_(whole.view(-1)[: output.numel()].view_as(output))
-        return torch.ops.c10d.allreduce_(outputs, group, op, None)[1]  # which does nothing
-
-    for name, function in (("_reduce_scatter_base_", single), ("reduce_scatter_tensor_coalesced_", several)):
-        C10D.impl(name, function, device.type.upper(), allow_override=True)
 
 
 def register(name: str, sizes: Sizes) -> None:
@@ -393,23 +370,10 @@ def same_bits(given: list[str], plan: measure.Plan) -> bool:
     return bool(same)
 
 
-def shown(case: dict[str, Any]) -> dict[str, Any]:
-    """Return a case as bench/report/training.py shows it: of one rank tokens of its own batch, and no losses."""
-    if not case.get("one_rank"):
-        return case
-    ranks = case["fsdp"] * case["tp"]
-    note = f"One GPU as rank 0 of {ranks}, with PyTorch's fake process group: nothing is communicated, and tokens/s "
-    note += f"are an upper bound for that rank, not of a machine of {ranks} GPUs."
-    trained = [{key: value for key, value in each.items() if key != "losses"} for each in case["trained"]]
-    model = f"{case['model']}, rank 0 of FSDP2 {case['fsdp']}"
-    note = " ".join(filter(None, [note, case["note"]]))
-    return {**case, "model": model, "fsdp": 1, "trained": trained, "note": note}
-
-
 def page_section(result: Result) -> str:
     """The result as Markdown."""
     found = [{**result, **case} for case in result["cases"]]
-    cases = [shown(case) for case in found]
+    cases = [training.shown(case) for case in found]
     failed = [
         f"{training.title(case)}: {line}."
         for case, whole in zip(cases, found, strict=True)
@@ -421,13 +385,13 @@ def page_section(result: Result) -> str:
         if (distances := curves.distances_of(case)) and not training.failures(case)
     ]
     parts = [cases[0]["note"]] if found[0].get("one_rank") else []
-    parts += [training.table(cases)]
+    parts += [training.table(found)]
     if far:
         steps = cases[0]["steps"]
         parts += [f"Losses of the first {steps} steps are at most this far apart: {'; '.join(far)}."]
     parts += [*failed, training.measured_with(cases)]
     if found[0]["fsdp"] * found[0]["tp"] > 1:
-        for case in cases:
+        for case in found:
             parts += folded(training.title(case), [training.section(case)])
     return "\n\n".join(parts)
 

@@ -9,6 +9,7 @@
     torchrun --nproc-per-node 2 -m bench.train --model decoder-2048-qk --fsdp 2 --eager
     torchrun --nproc-per-node 2 -m bench.train --model decoder-2048-qk --tp 2 --compile
     torchrun --nproc-per-node 8 -m bench.train --model llama-8b --fsdp 4 --tp 2 --compile
+    python -m bench.train --model llama-8b --fsdp 4 --tp 2 --compile --one-rank
 
 Without a GPU, and with --tiny, models are tiny: that shows how it works. docs/training.md says what is measured.
 """
@@ -63,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     modes.add_argument("--compile", action="store_true", help="under torch.compile alone")
     for name, what in (("--fsdp", "FSDP2"), ("--tp", "tensor and sequence parallelism")):
         add(name, type=options.positive, default=1, metavar="N", help=f"{what} over N processes of torchrun")
+    add("--one-rank", action="store_true", help="rank 0 of --fsdp x --tp alone, which communicates nothing")
     add("--sm-margin", type=options.positive, metavar="N", help="SMs that backwards leave to communication")
     add("--steps", type=steps, help=f"of a loss curve; default: {STEPS}, of a tiny model {TINY_STEPS}")
     add("--seconds", type=options.positive, default=60, help="at most, of the turns of one model and mode")
@@ -131,12 +133,13 @@ def train(
     model: str, compiled: bool, arguments: argparse.Namespace, folder: Path, refuse: Callable[[str], NoReturn]
 ) -> int:
     """Measure one model and mode, and write its result. refuse: ends the command with why it takes no such options."""
-    from bench.train import parallel, text
+    from bench.train import one_rank, parallel, text
     from bench.train.measure import Plan, measure
     from bench.train.norms import ways_of
 
     try:
-        meshes = parallel.start(arguments.fsdp, arguments.tp)
+        start = one_rank.start if arguments.one_rank else parallel.start
+        meshes = start(arguments.fsdp, arguments.tp)
     except ValueError as error:
         refuse(str(error))
     with contextlib.ExitStack() as stack:
@@ -149,13 +152,15 @@ def train(
         ways = {
             name: way
             for name, way in ways_of(model).items()
-            if way.compiles or not compiled and (meshes is None or way.change is None)
+            # One process trains a graph as its eager model, several as what torch.compile is compared with.
+            if way.compiles or compiled == (meshes is not None and way.change is not None)
         }
         chosen = tuple(ways) if arguments.norm is None else arguments.norm
         if unknown := [name for name in chosen if name not in ways]:
             refuse(f"--norm: expected some of {', '.join(ways)}, got {unknown[0]}")
         count = arguments.steps or (TINY_STEPS if is_tiny else STEPS)
-        plan = Plan(sizes, compiled, count, device, meshes, meshes is None, arguments.seconds)
+        alone = meshes is None
+        plan = Plan(sizes, compiled, count, device, meshes, alone, arguments.seconds, arguments.one_rank)
         set_sm_margin(arguments.sm_margin)
         origin = describe_run()
         origin["versions"]["transformers"] = version_of_transformers()
@@ -172,6 +177,7 @@ def train(
             "is_tiny": is_tiny,
             "fsdp": arguments.fsdp,
             "tp": arguments.tp,
+            "one_rank": arguments.one_rank,
             "sm_margin": arguments.sm_margin,
             "sizes": dataclasses.asdict(sizes),
             "norms_in_model": sizes.norms,

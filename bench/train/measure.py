@@ -23,6 +23,7 @@ from bench.train import kernels, parallel, traced
 from bench.train.models import Sizes
 from bench.train.norms import Way, loss_of
 from bench.train.optimizer import MasterAdamW
+from bench.train.parallel import local
 from bench.train.ratios import LEAST_PAIRS, ratio_of
 from bench.train.text import batches
 
@@ -35,6 +36,7 @@ PROFILED_STEPS = 2
 SAME_STEPS = 4  # of the two runs that are compared bit by bit
 SAME_LAYERS = 2
 VALIDATION_BATCHES = 8
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Plan:
     meshes: parallel.Meshes | None = None
     keeps_start: bool = True  # the first parameters; without them only the first steps train from the start
     seconds: float = 60.0  # of turns, unless the half widths are small before
+    one_rank: bool = False  # the first rank of the meshes, alone
 
     @property
     def is_cuda(self) -> bool:
@@ -66,11 +69,14 @@ class Trainee:
         self.way, self.plan, self.text = way, plan, text
         torch.manual_seed(SEED)
         self.model = way.build(plan.sizes, plan.device)
+        unsharded = None
         if plan.meshes is None:
             # Not model.bfloat16(), which rounds the tables of RoPE too.
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.bfloat16()
         else:
+            if way.change is not None:
+                unsharded = parallel.without_fsdp(way.build(plan.sizes, META), self.model, plan.meshes)
             parallel.spread(self.model, plan.meshes, plan.compiled)
         self.model.train()
         if state is not None:
@@ -81,11 +87,11 @@ class Trainee:
             self.start = [each.detach().clone() for each in self.parameters] if plan.keeps_start else []
             self.optimizer = MasterAdamW(self.parameters, plan.steps)
         self.loss = loss_of(self.model)
-        if plan.compiled and plan.meshes is None:
+        if way.change is not None:
+            tokens, fsdp = next(self.batches(SEED)), plan.meshes and plan.meshes.fsdp
+            self.loss = traced.step_of(self.model, loss_of, tokens, way.change, fsdp, unsharded)
+        elif plan.compiled and plan.meshes is None:
             self.loss = torch.compile(self.loss)
-        elif way.change is not None:
-            tokens = next(self.batches(SEED))
-            self.loss = traced.step_of(self.model, loss_of, tokens, way.change)
 
     def batches(self, seed: int) -> Iterator[Tensor]:
         """Yield batches of this rank: the ranks of one tensor-parallel group have the same."""
@@ -371,14 +377,10 @@ def bits(trainee: Trainee) -> list[Tensor]:
     return [*losses, *(local(each).detach().clone() for each in trainee.parameters)]
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, parallel.DTensor) else tensor
-
-
 def whole(losses: list[Tensor], plan: Plan) -> list[float]:
     """Read losses, their means over data-parallel ranks."""
     stacked = torch.stack(losses).detach()
-    if plan.meshes is not None:
+    if plan.meshes is not None and not plan.one_rank:
         dist.all_reduce(stacked)
         stacked /= dist.get_world_size()
     return stacked.tolist()

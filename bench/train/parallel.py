@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
@@ -53,8 +54,19 @@ def start(fsdp: int, tp: int) -> Meshes | None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=TIMEOUT)
+    return meshes_of(kind, fsdp, tp)
+
+
+def meshes_of(kind: str, fsdp: int, tp: int) -> Meshes:
+    compile_anew()
     both = init_device_mesh(kind, (fsdp, tp), mesh_dim_names=("fsdp", "tp"))
     return Meshes(both["fsdp"], both["tp"])
+
+
+def compile_anew() -> None:
+    """Take no graph from AOTAutograd's cache. Its keys lack the names of process groups, which its graphs have: a rank
+    would take another's."""
+    functorch_config.enable_autograd_cache = False
 
 
 def leave(status: int) -> NoReturn:
@@ -97,6 +109,27 @@ def spread(model: Decoder, meshes: Meshes, is_compiled: bool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=meshes.fsdp, mp_policy=policy)
+
+
+def without_fsdp(bare: Decoder, model: Decoder, meshes: Meshes) -> Decoder:
+    """Split a model on the meta device as `spread` does, but for FSDP2, and give it the other's tables."""
+    if meshes.tp.size() > 1:
+        _split(bare, meshes.tp)
+    bare.cos, bare.sin = model.cos, model.sin
+    return bare
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_like(like: Tensor, part: Tensor) -> Tensor:
+    """Make a DTensor of what this rank has of it, where `like` is one."""
+    if not isinstance(like, DTensor):
+        return part
+    whole = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **whole)
 
 
 def _split(model: Decoder, mesh: DeviceMesh) -> None:

@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.fx import GraphModule
 
 from bench.studies.traced import as_it_is, fused_norms, regional, trace
+from bench.train.parallel import DTensor, local, placed_like
 from tilegym_rmsnorm.integrations.fx import REPLACED, replace_rmsnorm_pass
 
 Change = Callable[[GraphModule, FakeTensorMode], Callable[..., Any]]
@@ -38,24 +42,76 @@ def step_of(
     loss_of: Callable[[nn.Module], Callable[[Tensor], Tensor]],
     tokens: Tensor,
     change: Change,
+    fsdp: DeviceMesh | None = None,
+    unsharded: nn.Module | None = None,
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function of tokens that adds to no gradient, but sets it, and returns the loss."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    """Return a function of tokens that adds to no gradient, but sets it, and returns the loss.
 
-    def step(tokens: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    fsdp: the mesh over which FSDP2 shards the model's parameters. The graph gathers them itself, once for both passes.
+    unsharded: the model without FSDP2, which is traced; its own parameters are not read.
+    """
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    traced_model = model if unsharded is None else unsharded
+    placed = dict(traced_model.named_parameters())
+
+    def step(tokens: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
+        whole = dict(zip(names, shards, strict=True))
+        if fsdp is not None:
+            whole = {name: gathered(shard, placed[name], fsdp) for name, shard in whole.items()}
+        gradients: dict[str, Tensor] = {}
+
+        def keep(name: str, gradient: Tensor) -> None:
+            # Here, not behind autograd.grad: communication has to start as soon as there is something to send.
+            gradients[name] = gradient if fsdp is None else scattered(gradient, placed[name], fsdp)
+
+        for name, leaf in whole.items():
+            leaf.register_hook(functools.partial(keep, name))
+
         def call(inputs: Tensor) -> Any:
-            return functional_call(model, dict(zip(names, parameters, strict=True)), (inputs,))
+            return functional_call(traced_model, whole, (inputs,))
 
         loss = loss_of(call)(tokens)
-        return loss, *torch.autograd.grad(loss, parameters)
+        torch.autograd.grad(loss, list(whole.values()))
+        return loss, *(gradients[name] for name in names)
 
-    run = change(*trace(step, tokens, *(each.detach().requires_grad_() for each in parameters)))
+    given = [local(each).detach().requires_grad_(fsdp is None) for each in parameters]
+    gm, mode = trace(step, tokens, *given)
+    wait_late(gm)
+    run = change(gm, mode)
 
     def traced_step(tokens: Tensor) -> Tensor:
         with torch.no_grad():
-            loss, *gradients = run(tokens, *parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            loss, *found = run(tokens, *map(local, parameters))
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = placed_like(parameter, gradient)
         return loss
 
     return traced_step
+
+
+def gathered(shard: Tensor, placed: Tensor, fsdp: DeviceMesh) -> Tensor:
+    """Return a leaf, a parameter in bfloat16 as `placed` is: plain, or a DTensor of a mesh of tensor parallelism."""
+    whole = funcol.all_gather_tensor(shard.bfloat16(), 0, fsdp)
+    if whole.shape != local(placed).shape:
+        raise ValueError(f"expected parameters that divide by {fsdp.size()}, got {tuple(placed.shape)}")
+    return placed_like(placed, whole).requires_grad_()
+
+
+def scattered(gradient: Tensor, placed: Tensor, fsdp: DeviceMesh) -> Tensor:
+    """Return this rank's part of the mean of all ranks' gradients, in float32."""
+    if isinstance(gradient, DTensor):  # of norms: partial sums over the parts of a sequence
+        gradient = gradient.redistribute(placements=placed.placements).to_local()
+    return funcol.reduce_scatter_tensor(gradient.float() / fsdp.size(), "sum", 0, fsdp)
+
+
+def wait_late(gm: GraphModule) -> None:
+    """Wait for what a collective returns where it is first read, so that other work runs meanwhile."""
+    aten = torch.ops.aten
+    late = torch.ops._c10d_functional.wait_tensor.default, aten.view.default, aten.detach.default
+    place = {node: number for number, node in enumerate(gm.graph.nodes)}
+    for node in reversed(list(place)):
+        if node.target in late and node.users:
+            first = min(node.users, key=place.__getitem__)
+            first.prepend(node)
+            place[node] = place[first]
+    gm.recompile()
