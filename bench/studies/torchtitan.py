@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cpu":
         stand_in_for_a_gpu()
     if arguments.one_rank:
-        one_rank.fill_reduce_scatters(device)
+        one_rank.fill_outputs(device)
     sizes = {name: tiny(SIZES[name]) if is_tiny else SIZES[name] for name in arguments.model}
     for name in sizes:
         register(name, sizes[name])

@@ -25,7 +25,7 @@ def start(fsdp: int, tp: int) -> Meshes:
     check(fsdp * tp)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=fsdp * tp)
-    fill_reduce_scatters(torch.device(kind))
+    fill_outputs(torch.device(kind))
     return meshes_of(kind, fsdp, tp)
 
 
@@ -37,19 +37,25 @@ def check(ranks: int) -> None:
         raise ValueError(f"--one-rank: expected one process, got {world}")
 
 
-def fill_reduce_scatters(device: torch.device) -> None:
-    """Let the fake process group give a rank its own part of a reduce-scatter, as that of PyTorch 2.13 does. Before, it
-    leaves the memory unfilled, and losses are NaN."""
+def fill_outputs(device: torch.device) -> None:
+    """Let the fake process group give a rank its own part of a scatter and a reduce-scatter, as that of PyTorch 2.13
+    does. Before, it leaves the memory unfilled, and losses are NaN."""
     if TorchVersion(torch.__version__) >= "2.13":
         return
 
-    def single(output: Tensor, given: Tensor, group: Any, op: Any, *more: Any) -> tuple[Tensor, Any]:
-        return output, several([output], [given], group, op, *more)
-
-    def several(outputs: list[Tensor], given: list[Tensor], group: Any, op: Any, *more: Any) -> Any:
+    def several(outputs: list[Tensor], given: list[Tensor], group: Any, *more: Any) -> Any:
         for output, whole in zip(outputs, given, strict=True):
             output.copy_(whole.view(-1)[: output.numel()].view_as(output))
-        return torch.ops.c10d.allreduce_(outputs, group, op, None)[1]  # which does nothing
+        return torch.ops.c10d.broadcast_(outputs, group, 0, 0)[1]  # which does nothing
 
-    for name, function in (("_reduce_scatter_base_", single), ("reduce_scatter_tensor_coalesced_", several)):
+    def single(output: Tensor, given: Tensor, group: Any, *more: Any) -> tuple[Tensor, Any]:
+        return output, several([output], [given], group)
+
+    def scattered(
+        outputs: list[Tensor], given: list[list[Tensor]], group: Any, *more: Any
+    ) -> tuple[Any, Any]:
+        return outputs, several(outputs, [parts[0] for parts in given], group)
+
+    functions = {"_reduce_scatter_base_": single, "reduce_scatter_tensor_coalesced_": several}
+    for name, function in {**functions, "scatter_": scattered}.items():
         C10D.impl(name, function, device.type.upper(), allow_override=True)

@@ -76,7 +76,7 @@ def step_of(
 
     given = [local(each).detach().requires_grad_(fsdp is None) for each in parameters]
     gm, mode = trace(step, tokens, *given)
-    wait_late(gm)
+    schedule(gm)
     run = change(gm, mode)
 
     def traced_step(tokens: Tensor) -> Tensor:
@@ -104,8 +104,10 @@ def scattered(gradient: Tensor, placed: Tensor, fsdp: DeviceMesh) -> Tensor:
     return funcol.reduce_scatter_tensor(gradient.float() / fsdp.size(), "sum", 0, fsdp)
 
 
-def wait_late(gm: GraphModule) -> None:
-    """Wait for what a collective returns where it is first read, so that other work runs meanwhile."""
+def schedule(gm: GraphModule) -> None:
+    """Wait for what a collective returns where it is first read, so that other work runs meanwhile. Leave out what
+    nothing reads: PyTorch 2.11 also traces how DTensors find the shapes of whole tensors."""
+    gm.graph.eliminate_dead_code()
     aten = torch.ops.aten
     late = torch.ops._c10d_functional.wait_tensor.default, aten.view.default, aten.detach.default
     place = {node: number for number, node in enumerate(gm.graph.nodes)}
