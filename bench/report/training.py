@@ -78,9 +78,9 @@ def ratios(result: Result) -> dict[str, Ratio]:
 
 
 def tokens_per_s(result: Result, one: dict[str, Any]) -> float:
-    """Tokens of all ranks in a second of the median step."""
-    sizes = result["sizes"]
-    return result["fsdp"] * sizes["batch"] * sizes["length"] / statistics.median(one["step_s"])
+    """Tokens of all ranks in a second of the median step; of one rank alone those of its own batch."""
+    sizes, batches = result["sizes"], 1 if result.get("one_rank") else result["fsdp"]
+    return batches * sizes["batch"] * sizes["length"] / statistics.median(one["step_s"])
 
 
 def mfu(result: Result, one: dict[str, Any]) -> float | None:
@@ -88,7 +88,8 @@ def mfu(result: Result, one: dict[str, Any]) -> float | None:
     peak = next((rate for name, rate in PEAKS.items() if name in (result["gpu"] or "")), None)
     if peak is None:
         return None
-    return tokens_per_s(result, one) * result["flops_per_token"] / (peak * result["fsdp"] * result["tp"])
+    ranks = result["tp"] * (1 if result.get("one_rank") else result["fsdp"])
+    return tokens_per_s(result, one) * result["flops_per_token"] / (peak * ranks)
 
 
 def rest_ms(one: dict[str, Any]) -> float | None:
@@ -97,25 +98,22 @@ def rest_ms(one: dict[str, Any]) -> float | None:
     return device and sum(ms for kind, ms in device.items() if kind not in APART)
 
 
-def shown(result: Result) -> Result:
-    """Return a result as tables show it: of one rank the tokens of its own batch, and no losses."""
-    if not result.get("one_rank"):
-        return result
-    ranks = result["fsdp"] * result["tp"]
-    note = f"One GPU as rank 0 of {ranks}, with PyTorch's fake process group: nothing is communicated, and tokens/s "
-    note += f"are an upper bound for that rank, not of a machine of {ranks} GPUs."
-    trained = [{key: value for key, value in each.items() if key != "losses"} for each in result["trained"]]
-    model = f"{result['model']}, rank 0 of FSDP2 {result['fsdp']}"
-    note = " ".join(filter(None, [note, result["note"]]))
-    return {**result, "model": model, "one_rank": False, "fsdp": 1, "trained": trained, "note": note}
-
-
 def title(result: Result) -> str:
-    result = shown(result)
     text = f"{result['model']}, {'compiled' if result['compiled'] else 'eager'}"
     more = [f"{name} {result[key]}" for key, name in (("fsdp", "FSDP2"), ("tp", "TP")) if result[key] > 1]
+    more[:1] = [f"rank 0 of {each}" if result.get("one_rank") else each for each in more[:1]]
     more += [f"SM margin {result['sm_margin']}"] if result["sm_margin"] else []
     return ", ".join([text, *more])
+
+
+def notes(result: Result) -> list[str]:
+    """Say what figures are not."""
+    found, ranks = [], result["fsdp"] * result["tp"]
+    if result.get("one_rank"):
+        found = [f"One GPU as rank 0 of {ranks}, with PyTorch's fake process group: nothing is communicated."]
+        found += ["tokens/s are those of its tensor-parallel group, and an upper bound:"]
+        found += [f"{ranks} GPUs also communicate, and wait for each other."]
+    return [*found, *filter(None, [result["note"]])]
 
 
 def ratio_text(ratio: Ratio) -> str:
@@ -125,9 +123,14 @@ def ratio_text(ratio: Ratio) -> str:
     return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
+def distances(result: Result) -> dict[str, float]:
+    """Return by name how far each loss curve is from the first one; none of one rank alone: its losses mean nothing."""
+    return {} if result.get("one_rank") else curves.distances_of(result)
+
+
 def speed_table(result: Result) -> str:
     """A line for each way: what a user feels."""
-    found, far = ratios(result), curves.distances_of(result)
+    found, far = ratios(result), distances(result)
     rows = []
     for each in result["trained"]:
         if each["norm"] not in found:
@@ -177,7 +180,6 @@ def gibibytes(count: int | None) -> str:
 
 def section(result: Result) -> str:
     """The result as Markdown."""
-    result = shown(result)
     sizes = result["sizes"]
     text = f"**{title(result)}.** {sizes['layers']} layers of width {sizes['width']}, "
     text += f"{result['norms_in_model']} norms; {sizes['batch']} x {sizes['length']} tokens a step"
@@ -186,7 +188,7 @@ def section(result: Result) -> str:
         text += f" Losses of {result['steps']} steps; those of another seed are up to {noise:.2f} away."
     parts = [text, speed_table(result), device_table(result)]
     parts += [f"{line}." for line in failures(result)]
-    parts += [f"**{result['note']}**"] if result["note"] else []
+    parts += [f"**{' '.join(notes(result))}**"] if notes(result) else []
     return "\n\n".join([*filter(None, parts), f"{one_line(result)}."])
 
 
@@ -214,7 +216,7 @@ def table(results: list[Result], is_brief: bool = False) -> str:
     the ways in IN_GRAPHS, without times of the device and memory, and by other names."""
     cells: dict[tuple[str, str], dict[bool, list[str]]] = {}
     figures = ["tokens/s", "ratio"] if is_brief else ["tokens/s", "ratio", "rest, ms", "peak GiB"]
-    for result in map(shown, results):
+    for result in results:
         name, found = title({**result, "compiled": False}).replace(", eager", ""), ratios(result)
         for each in result["trained"]:
             if each["norm"] in found and not (is_brief and each["norm"] in IN_GRAPHS):

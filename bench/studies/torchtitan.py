@@ -60,7 +60,7 @@ from bench.measure.provenance import (
 )
 from bench.measure.session import describe, this_device
 from bench.measure.shapes import Result
-from bench.report import curves, readme, training
+from bench.report import readme, training
 from bench.report.tables import CPU_NOTE, folded, write_json
 from bench.train import kernels, measure, one_rank, parallel, text
 from bench.train.models import MODELS, Sizes, tiny
@@ -372,27 +372,22 @@ def same_bits(given: list[str], plan: measure.Plan) -> bool:
 
 def page_section(result: Result) -> str:
     """The result as Markdown."""
-    found = [{**result, **case} for case in result["cases"]]
-    cases = [training.shown(case) for case in found]
-    failed = [
-        f"{training.title(case)}: {line}."
-        for case, whole in zip(cases, found, strict=True)
-        for line in training.failures(whole)
-    ]
+    cases = [{**result, **case} for case in result["cases"]]
+    failed = [f"{training.title(case)}: {line}." for case in cases for line in training.failures(case)]
     far = [
         f"{training.title(case)}: {max(distances.values()):.4f}"
         for case in cases
-        if (distances := curves.distances_of(case)) and not training.failures(case)
+        if (distances := training.distances(case)) and not training.failures(case)
     ]
-    parts = [cases[0]["note"]] if found[0].get("one_rank") else []
-    parts += [training.table(found)]
+    is_spread = cases[0]["fsdp"] * cases[0]["tp"] > 1
+    parts = [" ".join(training.notes(cases[0]))] if is_spread and training.notes(cases[0]) else []
+    parts += [training.table(cases)]
     if far:
         steps = cases[0]["steps"]
         parts += [f"Losses of the first {steps} steps are at most this far apart: {'; '.join(far)}."]
     parts += [*failed, training.measured_with(cases)]
-    if found[0]["fsdp"] * found[0]["tp"] > 1:
-        for case in found:
-            parts += folded(training.title(case), [training.section(case)])
+    for case in cases if is_spread else []:
+        parts += folded(training.title(case), [training.section(case)])
     return "\n\n".join(parts)
 
 
