@@ -107,12 +107,11 @@ def title(result: Result) -> str:
 
 
 def notes(result: Result) -> list[str]:
-    """Say what figures are not."""
+    """Say what the figures must not be taken for."""
     found, ranks = [], result["fsdp"] * result["tp"]
     if result.get("one_rank"):
         found = [f"One GPU as rank 0 of {ranks}, with PyTorch's fake process group: nothing is communicated."]
-        found += ["tokens/s are those of its tensor-parallel group, and an upper bound:"]
-        found += [f"{ranks} GPUs also communicate, and wait for each other."]
+        found += [f"Its tokens/s are those of its tensor-parallel group, and not those of {ranks} GPUs."]
     return [*found, *filter(None, [result["note"]])]
 
 

@@ -347,11 +347,7 @@ def records(
         each.trainer.optimizers.zero_grad()  # a step frees the gradients of the one before: not of its own memory
         found[name] |= measure.peak_memory(each)
         if plan.is_cuda:
-            if plan.meshes is not None:
-                # No rank may enter the profile before the others, and the first profile takes long to begin.
-                kernels.profiled(each.profiled_steps)
-                dist.barrier()
-            taken = kernels.profiled(each.profiled_steps)
+            taken = measure.together(each.profiled_steps, plan)
             found[name] |= kernels.by_kind(taken, kernels.our_names(), measure.PROFILED_STEPS)
         yield found[name] | {"step_s": [round(each, 6) for each in seconds[name]]}
 
@@ -365,9 +361,8 @@ def same_bits(given: list[str], plan: measure.Plan) -> bool:
                 [*given, "--model.flavor", "bits", "--debug.deterministic"], plan
             )
             runs.append(measure.bits(each))
-    same = torch.tensor(int(all(map(torch.equal, *runs))), device=plan.device)
-    dist.all_reduce(same, dist.ReduceOp.MIN)
-    return bool(same)
+    torch.backends.cudnn.deterministic = False  # torchtitan has set it, and later cases are timed
+    return measure.on_all_ranks(all(map(torch.equal, *runs)), plan)
 
 
 def page_section(result: Result) -> str:

@@ -110,6 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     spread = arguments.fsdp * arguments.tp > 1
     if spread and (refused := [name for name in arguments.model if name in HUGGING_FACE]):
         parser.error(f"--model: expected decoders beside --fsdp and --tp, got {', '.join(refused)}")
+    if arguments.one_rank and not spread:
+        parser.error("--one-rank: expected --fsdp or --tp beside it")
     if len(pairs) == 1:
         ((model, compiled),) = pairs
         return train(model, compiled, arguments, folder, parser.error)
@@ -133,13 +135,17 @@ def train(
     model: str, compiled: bool, arguments: argparse.Namespace, folder: Path, refuse: Callable[[str], NoReturn]
 ) -> int:
     """Measure one model and mode, and write its result. refuse: ends the command with why it takes no such options."""
-    from bench.train import one_rank, parallel, text
+    from bench.train import parallel, text
     from bench.train.measure import Plan, measure
     from bench.train.norms import ways_of
 
     try:
-        start = one_rank.start if arguments.one_rank else parallel.start
-        meshes = start(arguments.fsdp, arguments.tp)
+        if arguments.one_rank:
+            from bench.train import one_rank  # imports a module of PyTorch's tests
+
+            meshes: parallel.Meshes | None = one_rank.start(arguments.fsdp, arguments.tp)
+        else:
+            meshes = parallel.start(arguments.fsdp, arguments.tp)
     except ValueError as error:
         refuse(str(error))
     with contextlib.ExitStack() as stack:
@@ -152,7 +158,7 @@ def train(
         ways = {
             name: way
             for name, way in ways_of(model).items()
-            # One process trains a graph as its eager model, several as what torch.compile is compared with.
+            # Trainers of several GPUs compile layers, or trace the step to a graph: these are compared.
             if way.compiles or compiled == (meshes is not None and way.change is not None)
         }
         chosen = tuple(ways) if arguments.norm is None else arguments.norm

@@ -147,7 +147,7 @@ def measure(
     trainees: dict[str, Trainee] = {}
 
     def leave_out(name: str, error: Exception) -> None:
-        if plan.meshes is not None:  # the other ranks would wait for this one
+        if plan.meshes is not None and not plan.one_rank:  # the other ranks would wait for this one
             raise error
         records[name]["error"] = describe(error)
         trainees.pop(name, None)
@@ -278,6 +278,14 @@ def agreed(value: int, plan: Plan) -> int:
     return int(shared)
 
 
+def on_all_ranks(value: bool, plan: Plan) -> bool:
+    """Return whether the value is true on every rank."""
+    shared = torch.tensor(int(value), device=plan.device)
+    if plan.meshes is not None:
+        dist.all_reduce(shared, dist.ReduceOp.MIN)
+    return bool(shared)
+
+
 def peak_memory(trainee: Trainee) -> dict[str, Any]:
     """Take one step, and return the most memory that it has, without what others keep meanwhile."""
     if not trainee.plan.is_cuda:
@@ -311,10 +319,7 @@ def profile(trainee: Trainee) -> dict[str, Any]:
                 parameter.grad = None
             trainee.gradients(tokens)
 
-    run()  # no rank may enter the profile before the others: they would communicate for as long as they wait
-    if trainee.plan.meshes is not None:
-        dist.barrier()
-    found = kernels.by_kind(kernels.profiled(run), kernels.our_names(), PROFILED_STEPS)
+    found = kernels.by_kind(together(run, trainee.plan), kernels.our_names(), PROFILED_STEPS)
     times = []
     for tokens in batches + batches[:1]:
         trainee.gradients(tokens)
@@ -325,6 +330,18 @@ def profile(trainee: Trainee) -> dict[str, Any]:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     return found | {"optimizer_ms": round(statistics.median(times), 3)}
+
+
+def together(run: Callable[[], Any], plan: Plan) -> list[kernels.Kernel]:
+    """Profile what all ranks run at the same time.
+
+    No rank may enter the profile before the others: it would communicate for as long as it waits. The first profile takes
+    long to begin, and not equally long on each rank.
+    """
+    kernels.profiled(run)
+    if plan.meshes is not None:
+        dist.barrier()
+    return kernels.profiled(run)
 
 
 def loss_curves(trainee: Trainee, validation: Tensor, is_base: bool) -> dict[str, Any]:
@@ -353,11 +370,11 @@ def same_bits(trainee: Trainee) -> dict[str, Any]:
                 trainee = Trainee(trainee.way, plan, trainee.text, None)
         first, second = bits(trainee), bits(trainee)
     except RuntimeError as error:
-        if trainee.plan.meshes is not None or "deterministic" not in str(error):
+        if "deterministic" not in str(error):
             raise
         return {"same_bits": None, "why_no_bits": describe(error)}
     same = all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    return {"same_bits": bool(agreed(int(same), trainee.plan))}
+    return {"same_bits": on_all_ranks(same, trainee.plan)}
 
 
 def validate(trainee: Trainee, text: Tensor) -> float:

@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 
 from bench.train.parallel import Meshes, meshes_of
 
-C10D = torch.library.Library("c10d", "IMPL")  # what it holds ends with it
+LIBRARIES: list[torch.library.Library] = []  # what they hold ends with them
 
 
 def start(fsdp: int, tp: int) -> Meshes:
@@ -56,6 +56,8 @@ def fill_outputs(device: torch.device) -> None:
     ) -> tuple[Any, Any]:
         return outputs, several(outputs, [parts[0] for parts in given], group)
 
+    library = torch.library.Library("c10d", "IMPL")
+    LIBRARIES.append(library)
     functions = {"_reduce_scatter_base_": single, "reduce_scatter_tensor_coalesced_": several}
     for name, function in {**functions, "scatter_": scattered}.items():
-        C10D.impl(name, function, device.type.upper(), allow_override=True)
+        library.impl(name, function, device.type.upper(), allow_override=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from bench.studies.traced import as_it_is, fused_norms, regional, trace
 from bench.train.parallel import DTensor, local, placed_like
@@ -61,7 +61,7 @@ def step_of(
         gradients: dict[str, Tensor] = {}
 
         def keep(name: str, gradient: Tensor) -> None:
-            # Here, not behind autograd.grad: communication has to start as soon as there is something to send.
+            # A hook, since communication has to start before autograd.grad returns the gradients of all.
             gradients[name] = gradient if fsdp is None else scattered(gradient, placed[name], fsdp)
 
         for name, leaf in whole.items():
@@ -101,19 +101,31 @@ def scattered(gradient: Tensor, placed: Tensor, fsdp: DeviceMesh) -> Tensor:
     """Return this rank's part of the mean of all ranks' gradients, in float32."""
     if isinstance(gradient, DTensor):  # of norms: partial sums over the parts of a sequence
         gradient = gradient.redistribute(placements=placed.placements).to_local()
-    return funcol.reduce_scatter_tensor(gradient.float() / fsdp.size(), "sum", 0, fsdp)
+    gradient = gradient.float()
+    if fsdp.device_type == "cuda":  # as FSDP2 does
+        return funcol.reduce_scatter_tensor(gradient, "avg", 0, fsdp)
+    return funcol.reduce_scatter_tensor(gradient / fsdp.size(), "sum", 0, fsdp)  # gloo has no mean
 
 
 def schedule(gm: GraphModule) -> None:
-    """Wait for what a collective returns where it is first read, so that other work runs meanwhile. Leave out what
-    nothing reads: PyTorch 2.11 also traces how DTensors find the shapes of whole tensors."""
-    gm.graph.eliminate_dead_code()
+    """Leave out what nothing reads, and wait for what a collective returns where it is first read, so that other work
+    runs meanwhile."""
+    gm.graph.eliminate_dead_code()  # PyTorch 2.11 also traces how DTensors find the shapes of whole tensors
     aten = torch.ops.aten
     late = torch.ops._c10d_functional.wait_tensor.default, aten.view.default, aten.detach.default
-    place = {node: number for number, node in enumerate(gm.graph.nodes)}
-    for node in reversed(list(place)):
+    deferred = set()
+
+    def bring_inputs(node: Node, reader: Node) -> None:
+        for each in node.all_input_nodes:
+            if each in deferred:
+                deferred.remove(each)
+                bring_inputs(each, reader)
+                reader.prepend(each)
+
+    for node in list(gm.graph.nodes):
         if node.target in late and node.users:
-            first = min(node.users, key=place.__getitem__)
-            first.prepend(node)
-            place[node] = place[first]
+            deferred.add(node)
+        else:
+            bring_inputs(node, node)
+    gm.graph.lint()
     gm.recompile()
