@@ -335,8 +335,8 @@ def profile(trainee: Trainee) -> dict[str, Any]:
 def together(run: Callable[[], Any], plan: Plan) -> list[kernels.Kernel]:
     """Profile what all ranks run at the same time.
 
-    No rank may enter the profile before the others: it would communicate for as long as it waits. The first profile takes
-    long to begin, and not equally long on each rank.
+    No rank may enter the profile before the others: it would communicate for as long as it waits. The first profile
+    takes long to begin, and not equally long on each rank.
     """
     kernels.profiled(run)
     if plan.meshes is not None:

@@ -115,6 +115,13 @@ def test_models_of_transformers_are_not_spread(option, no_training, capsys, tmp_
     assert "--model: expected decoders beside --fsdp and --tp, got llama-1b" in message
 
 
+def test_one_rank_needs_a_mesh_and_no_other_process(no_training, monkeypatch, capsys, tmp_path):
+    given = "--one-rank", "--out", str(tmp_path)
+    assert "--one-rank: expected --fsdp or --tp beside it" in refused(capsys, *given)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "--one-rank: expected one process, got 4" in refused(capsys, "--fsdp", "2", "--tp", "2", *given)
+
+
 @pytest.mark.parametrize("world", [None, "4"])
 def test_another_number_of_processes_names_the_command(world, no_training, monkeypatch, capsys, tmp_path):
     if world:
