@@ -3,9 +3,10 @@
 
 """Results of bench.train as tables.
 
-A result is the provenance of provenance.py, note, model, compiled, is_tiny, fsdp, tp, one_rank (whether it is of rank 0
-of these alone), sm_margin, sizes, norms_in_model, flops_per_token, steps and smoothed of the loss curves, corpus_bytes,
-and `trained`. Each of those is
+With one_rank a result is of rank 0 of fsdp x tp alone (bench/train/one_rank.py).
+
+A result is the provenance of provenance.py, note, model, compiled, is_tiny, fsdp, tp, one_rank, sm_margin, sizes,
+norms_in_model, flops_per_token, steps and smoothed of the loss curves, corpus_bytes, and `trained`. Each of those is
 
 norm                            the way to compute the norms; others are compared with the first
 step_s                          seconds of a step, turn by turn: the i-th of all ways were taken one after the other
