@@ -54,10 +54,15 @@ PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
 
 def stem_of(result: Result) -> str:
     """Name a result's file: train-MODEL-MODE, with how many GPUs and what margin."""
-    parts = ["train", result["model"], "compiled" if result["compiled"] else "eager"]
-    parts += [f"{name}{result[name]}" for name in ("fsdp", "tp") if result[name] > 1]
-    parts += [f"margin{result['sm_margin']}"] if result["sm_margin"] else []
-    return "-".join([*parts, *(["one-rank"] if result.get("one_rank") else [])])
+    mode = "compiled" if result["compiled"] else "eager"
+    parts = ["train", result["model"], mode, *degrees(result)]
+    return "-".join([*parts, *([f"margin{result['sm_margin']}"] if result["sm_margin"] else [])])
+
+
+def degrees(result: Result) -> list[str]:
+    """Say in the name of a file over how many ranks a result is."""
+    found = [f"{name}{result[name]}" for name in ("fsdp", "tp") if result[name] > 1]
+    return [*found, *(["one-rank"] if result.get("one_rank") else [])]
 
 
 def read(folder: Path) -> list[Result]:
@@ -78,10 +83,15 @@ def ratios(result: Result) -> dict[str, Ratio]:
     return {name: ratio_of(base, seconds) for name, seconds in timed.items()}
 
 
+def data_ranks(result: Result) -> int:
+    """Count the ranks whose batches count: of one rank alone its own."""
+    return 1 if result.get("one_rank") else result["fsdp"]
+
+
 def tokens_per_s(result: Result, one: dict[str, Any]) -> float:
     """Tokens of all ranks in a second of the median step; of one rank alone those of its own batch."""
-    sizes, batches = result["sizes"], 1 if result.get("one_rank") else result["fsdp"]
-    return batches * sizes["batch"] * sizes["length"] / statistics.median(one["step_s"])
+    sizes = result["sizes"]
+    return data_ranks(result) * sizes["batch"] * sizes["length"] / statistics.median(one["step_s"])
 
 
 def mfu(result: Result, one: dict[str, Any]) -> float | None:
@@ -89,8 +99,7 @@ def mfu(result: Result, one: dict[str, Any]) -> float | None:
     peak = next((rate for name, rate in PEAKS.items() if name in (result["gpu"] or "")), None)
     if peak is None:
         return None
-    ranks = result["tp"] * (1 if result.get("one_rank") else result["fsdp"])
-    return tokens_per_s(result, one) * result["flops_per_token"] / (peak * ranks)
+    return tokens_per_s(result, one) * result["flops_per_token"] / (peak * data_ranks(result) * result["tp"])
 
 
 def rest_ms(one: dict[str, Any]) -> float | None:

@@ -188,8 +188,7 @@ def join(arguments: argparse.Namespace) -> parallel.Meshes | None:
 
 def ending(arguments: argparse.Namespace) -> str:
     """Return what follows the date in a result's name."""
-    degrees = [f"{name}{value}" for name in ("fsdp", "tp") if (value := getattr(arguments, name)) > 1]
-    return "-".join(["", "torchtitan", *degrees, *(["one-rank"] if arguments.one_rank else [])]) + ".json"
+    return "-".join(["", "torchtitan", *training.degrees(vars(arguments))]) + ".json"
 
 
 def of_a_job(plan: measure.Plan, arguments: argparse.Namespace) -> list[str]:

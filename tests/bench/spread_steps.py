@@ -17,7 +17,7 @@ from torch import Tensor
 from training_steps import CPU, distances, sizes_of, with_weights
 
 from bench.train import parallel
-from bench.train.measure import SEED, Plan, Trainee, agreed, whole
+from bench.train.measure import SEED, Plan, Trainee, agreed, on_all_ranks, whole
 from bench.train.norms import ways_of
 
 STEPS = 6
@@ -76,6 +76,7 @@ if __name__ == "__main__":
     assert meshes is not None and [mesh.size() for mesh in meshes] == sizes
     one = Plan(sizes_of("decoder-4096"), False, STEPS, CPU, meshes)
     assert agreed(dist.get_rank() + 5, one) == 5, "the first rank decides"
+    assert on_all_ranks(True, one) and not on_all_ranks(dist.get_rank() == 0, one), "each rank has a say"
     for model in models:
         for name in ways_of(model):
             compare(model, name, meshes)
