@@ -82,10 +82,8 @@ def a_norm_of_another_arithmetic_stays():
 def commands_of_the_page_are_taken():
     """By torchtitan's own parser. The one of 0.2 is run by torchtitan_converter_training.py."""
     text = PAGE.read_text(encoding="utf-8")
-    commands = [
-        line.split("torchtitan.train ")[1] for line in text.splitlines() if line.startswith("    torchrun")
-    ]
-    commands = [shlex.split(each) for each in commands if "--job.config_file" not in each]
+    given = re.findall(r"^    torchrun .* torchtitan\.train (.*)$", text, re.MULTILINE)
+    commands = [shlex.split(each) for each in given if "--job.config_file" not in each]
     (imports,) = re.findall(r"((?:^    (?:import|from) .*\n)+)", text, re.MULTILINE)
     sys.modules["my_configs"] = ModuleType("my_configs")
     exec(textwrap.dedent(imports), vars(sys.modules["my_configs"]))
