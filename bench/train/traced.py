@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -76,7 +77,8 @@ def step_of(
 
     given = [local(each).detach().requires_grad_(fsdp is None) for each in parameters]
     gm, mode = trace(step, tokens, *given)
-    schedule(gm)
+    by_gloo = fsdp is not None and dist.get_backend(fsdp.get_group()) == "gloo"
+    schedule(gm, gathers_at_once=not by_gloo)
     run = change(gm, mode)
 
     def traced_step(tokens: Tensor) -> Tensor:
@@ -107,12 +109,17 @@ def scattered(gradient: Tensor, placed: Tensor, fsdp: DeviceMesh) -> Tensor:
     return funcol.reduce_scatter_tensor(gradient / fsdp.size(), "sum", 0, fsdp)  # gloo has no mean
 
 
-def schedule(gm: GraphModule) -> None:
+def schedule(gm: GraphModule, gathers_at_once: bool = True) -> None:
     """Leave out what nothing reads, and wait for what a collective returns where it is first read, so that other work
-    runs meanwhile."""
+    runs meanwhile.
+
+    gathers_at_once: whether this holds for gathers too. PyTorch 2.13's gloo corrupts memory where dozens run at once.
+    """
     gm.graph.eliminate_dead_code()  # PyTorch 2.11 also traces how DTensors find the shapes of whole tensors
     aten = torch.ops.aten
-    late = torch.ops._c10d_functional.wait_tensor.default, aten.view.default, aten.detach.default
+    collectives = torch.ops._c10d_functional
+    late = collectives.wait_tensor.default, aten.view.default, aten.detach.default
+    gather = collectives.all_gather_into_tensor.default
     deferred = set()
 
     def bring_inputs(node: Node, reader: Node) -> None:
@@ -123,7 +130,8 @@ def schedule(gm: GraphModule) -> None:
                 reader.prepend(each)
 
     for node in list(gm.graph.nodes):
-        if node.target in late and node.users:
+        waits_here = not gathers_at_once and any(each.target is gather for each in node.all_input_nodes)
+        if node.target in late and node.users and not waits_here:
             deferred.add(node)
         else:
             bring_inputs(node, node)

@@ -30,3 +30,26 @@ def test_a_graph_waits_where_something_is_read():
     views = [ATEN.view.default] * 2
     assert names == [ATEN.add.Tensor, ATEN.add_.Tensor, wait_tensor, *views, ATEN.mul.Tensor]
     gm.graph.lint()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+@pytest.mark.parametrize("gathers_at_once", [True, False])
+def test_one_gather_waits_for_another_where_gloo_runs_them(gathers_at_once):
+    collectives = torch.ops._c10d_functional
+    gather, reduce = collectives.all_gather_into_tensor.default, collectives.all_reduce.default
+    wait = collectives.wait_tensor.default
+    graph = Graph()
+    x = graph.placeholder("x")
+    found = []
+    for target, more in (gather, (2, "group")), (gather, (2, "group")), (reduce, ("sum", "group")):
+        found.append(graph.call_function(wait, (graph.call_function(target, (x, *more)),)))
+    graph.output(tuple(graph.call_function(ATEN.add.Tensor, (each, 1)) for each in found))
+    gm = GraphModule(torch.nn.Module(), graph)
+    schedule(gm, gathers_at_once=gathers_at_once)
+    names = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    gathers = [gather, gather] if gathers_at_once else [gather, wait, gather, wait]
+    reads = (
+        [wait, ATEN.add.Tensor] * 3 if gathers_at_once else [*[ATEN.add.Tensor] * 2, wait, ATEN.add.Tensor]
+    )
+    assert names == [*gathers, reduce, *reads]
+    gm.graph.lint()
