@@ -9,10 +9,12 @@ from torch.fx import Graph, GraphModule
 
 from bench.train.traced import schedule
 
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch is built without torch.distributed"
+)
 ATEN = torch.ops.aten
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 def test_a_graph_waits_where_something_is_read():
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
     graph = Graph()
@@ -32,24 +34,30 @@ def test_a_graph_waits_where_something_is_read():
     gm.graph.lint()
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
-@pytest.mark.parametrize("gathers_at_once", [True, False])
-def test_one_gather_waits_for_another_where_gloo_runs_them(gathers_at_once):
-    collectives = torch.ops._c10d_functional
-    gather, reduce = collectives.all_gather_into_tensor.default, collectives.all_reduce.default
-    wait = collectives.wait_tensor.default
+@pytest.mark.parametrize(
+    ("gathers_at_once", "order"),
+    [
+        (True, "gather gather reduce wait add wait add wait add"),
+        (False, "gather wait gather wait reduce add add wait add"),
+    ],
+)
+def test_one_gather_waits_for_another_where_gloo_runs_them(gathers_at_once, order):
+    ops = torch.ops._c10d_functional
+    targets = {
+        "gather": ops.all_gather_into_tensor.default,
+        "reduce": ops.all_reduce.default,
+        "wait": ops.wait_tensor.default,
+        "add": ATEN.add.Tensor,
+    }
     graph = Graph()
     x = graph.placeholder("x")
-    found = []
-    for target, more in (gather, (2, "group")), (gather, (2, "group")), (reduce, ("sum", "group")):
-        found.append(graph.call_function(wait, (graph.call_function(target, (x, *more)),)))
-    graph.output(tuple(graph.call_function(ATEN.add.Tensor, (each, 1)) for each in found))
+    waited = [
+        graph.call_function(targets["wait"], (graph.call_function(targets[name], (x,)),))
+        for name in ("gather", "gather", "reduce")
+    ]
+    graph.output(tuple(graph.call_function(targets["add"], (each, 1)) for each in waited))
     gm = GraphModule(torch.nn.Module(), graph)
     schedule(gm, gathers_at_once=gathers_at_once)
     names = [node.target for node in gm.graph.nodes if node.op == "call_function"]
-    gathers = [gather, gather] if gathers_at_once else [gather, wait, gather, wait]
-    reads = (
-        [wait, ATEN.add.Tensor] * 3 if gathers_at_once else [*[ATEN.add.Tensor] * 2, wait, ATEN.add.Tensor]
-    )
-    assert names == [*gathers, reduce, *reads]
+    assert names == [targets[name] for name in order.split()]
     gm.graph.lint()
